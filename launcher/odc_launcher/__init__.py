@@ -1,0 +1,1 @@
+"""odc-launch: starts the ranks of a training script. It imports no torch."""

@@ -1,0 +1,1 @@
+"""The ``odc`` command: tools around odcengine."""
