@@ -1,0 +1,203 @@
+"""Linux shared memory without names, passed between processes over a local socket, and locks on it.
+
+Nothing here leaves a trace in the file system: memory comes from ``memfd_create``, sockets live in the
+abstract name space, locks are POSIX record locks that the kernel drops when their process ends. POSIX locks
+belong to a process, so a forked data-loading worker neither holds nor releases them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+
+from odcengine.errors import ConfigError, DeadlineError, OdcError
+
+_FLOCK = "hhqqi0q"  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_PEER_CREDENTIALS = "3i"  # struct ucred: pid, uid, gid
+_MAX_FDS = 250  # the kernel passes at most 253 descriptors in one message
+
+
+def create_memory(name: str, nbytes: int) -> int:
+    """Create zero-filled anonymous memory whose size can never change.
+
+    Args:
+        name: label shown in ``/proc/PID/maps``; no name in any file system.
+        nbytes: size in bytes, at least 1.
+
+    Returns:
+        A file descriptor; closing it does not unmap existing mappings.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def map_memory(fd: int) -> mmap.mmap:
+    """Map all of ``fd`` for reading and writing; the mapping lives as long as views of it do."""
+    return mmap.mmap(fd, os.fstat(fd).st_size)
+
+
+def available_memory() -> int:
+    """Bytes that can still be used on this machine: MemAvailable, or what the cgroup leaves if less."""
+    available = 0
+    with open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as limit_file, open(usage) as usage_file:
+                left = int(limit_file.read()) - int(usage_file.read())
+        except (OSError, ValueError):  # no such cgroup version, or "max"
+            continue
+        available = min(available, max(left, 0))
+    return available
+
+
+def share_descriptors(
+    descriptors: list[int] | None, *, name: str, index: int, count: int, timeout_s: float
+) -> list[int]:
+    """Hand file descriptors from the group's first process to all others. Collective.
+
+    Args:
+        descriptors: what index 0 gives away; None on all others.
+        name: address of the exchange; unguessable, equal on all members and new for every exchange.
+        index: this process's index in the group.
+        count: number of processes in the group.
+        timeout_s: deadline in seconds.
+
+    Returns:
+        On index 0 its own descriptors; elsewhere descriptors of the same files, in the same order.
+
+    Raises:
+        DeadlineError: somebody did not come in time, with the missing indices.
+        OdcError: somebody of another user connected.
+    """
+    deadline = time.monotonic() + timeout_s
+    address = f"\0{name}"
+    if index == 0:
+        if descriptors is None:
+            raise ValueError("index 0 must bring the descriptors")
+        _serve(descriptors, address, count, deadline, timeout_s)
+        return descriptors
+    return _fetch(address, index, deadline, timeout_s)
+
+
+def _serve(descriptors: list[int], address: str, count: int, deadline: float, timeout_s: float) -> None:
+    missing = set(range(1, count))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(address)
+        server.listen(count)
+        while missing:
+            server.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"shared memory: local ranks {sorted(missing)} did not come for it within "
+                    f"{timeout_s:g} s (odc.startup_timeout_s)"
+                ) from None
+            with connection:
+                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                try:
+                    missing.discard(_give(connection, descriptors))
+                except OSError:  # it left in the middle and will come again, or be missed at the deadline
+                    continue
+
+
+def _give(connection: socket.socket, descriptors: list[int]) -> int:
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_PEER_CREDENTIALS)
+    )
+    _, uid, _ = struct.unpack(_PEER_CREDENTIALS, credentials)
+    if uid != os.getuid():
+        raise OdcError(
+            f"shared memory: a process of user {uid} asked for memory of user {os.getuid()}; "
+            "all ranks of a job must run as one user"
+        )
+    index = int.from_bytes(connection.recv(4), "little")
+    connection.sendall(len(descriptors).to_bytes(4, "little"))
+    for start in range(0, len(descriptors), _MAX_FDS):
+        socket.send_fds(connection, [b"f"], descriptors[start : start + _MAX_FDS])
+    return index
+
+
+def _fetch(address: str, index: int, deadline: float, timeout_s: float) -> list[int]:
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            connection.connect(address)
+            connection.sendall(index.to_bytes(4, "little"))
+            expected = int.from_bytes(connection.recv(4), "little")
+            received: list[int] = []
+            while len(received) < expected:
+                data, fds, _, _ = socket.recv_fds(connection, 1, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+                if not data:
+                    raise ConnectionResetError("the giver left")
+                received += fds
+            return received
+        except OSError as error:  # not listening yet
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"shared memory: the first local rank did not offer it within {timeout_s:g} s "
+                    f"(odc.startup_timeout_s): {error}"
+                ) from None
+            time.sleep(0.01)
+        finally:
+            connection.close()
+
+
+class FileLocks:
+    """Exclusive locks between processes, one a byte of a shared file, dropped when their holder dies.
+
+    Taking a lock happens after everything that its last holder did before giving it up: both sides pass the
+    kernel's lock on the file's lock list, which orders memory on every architecture.
+
+    Args:
+        fd: descriptor of the shared file. The process must have no other descriptor of it: closing any would
+            drop the locks (POSIX).
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._threads: dict[int, threading.Lock] = {}  # POSIX locks do not exclude threads of one process
+
+    def try_acquire(self, offset: int) -> bool:
+        """Take lock ``offset`` if nobody holds it; returns whether it was taken."""
+        thread_lock = self._threads.setdefault(offset, threading.Lock())
+        if not thread_lock.acquire(blocking=False):
+            return False
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+        except (BlockingIOError, PermissionError):
+            thread_lock.release()
+            return False
+        except OSError as error:
+            thread_lock.release()
+            raise ConfigError(f"shared memory: the kernel refuses record locks: {error}") from error
+        return True
+
+    def release(self, offset: int) -> None:
+        """Give up lock ``offset``, which this process holds."""
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, offset)
+        self._threads[offset].release()
+
+    def holder(self, offset: int) -> int | None:
+        """Process id that holds lock ``offset``; None when it is free or held by this process.
+
+        0 or -1 stands for a holder in another PID name space.
+        """
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+        answer = struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, request))
+        return None if answer[0] == fcntl.F_UNLCK else answer[4]

@@ -1,0 +1,581 @@
+"""The control block: what every rank is doing, in memory that its peers can read at any time.
+
+One block a node, in shared memory; between nodes the same facts travel through a store (a key-value server
+of torch.distributed). Transports, engine and watchdog use this one block: it carries sign of life, step,
+micro-batch and phase of each rank, the epoch flag B, the node's barrier, and the abort code. Every wait of
+odcengine goes through :meth:`ControlBlock.wait_until`, which ends when what is awaited happens, when a rank
+fails or dies, or when an awaited rank shows no sign of life for longer than the limit.
+
+Memory order: words are aligned 8-byte stores; a reader that must also see what the writer wrote *before*
+takes and drops the writer's lock after it saw the word (see ``docs/protocol.md``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import mmap
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from odcengine._memory import FileLocks, create_memory, map_memory, share_descriptors
+from odcengine.errors import DeadlineError, PeerError, UsageError
+from odcengine.topology import Topology
+
+_MESSAGE_BYTES = 4096
+_FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 2e-3
+_PEER_CHECK_S, _MIRROR_S = 0.05, 2.0
+
+
+class Phase(enum.IntEnum):
+    """What a rank is doing, as reports name it."""
+
+    STARTING = 0
+    BETWEEN = 1
+    FORWARD = 2
+    BACKWARD = 3
+    BARRIER = 4
+    COLLECT = 5
+    AGREE = 6
+    UPDATE = 7
+    PUBLISH = 8
+    CLOSING = 9
+
+    @property
+    def label(self) -> str:
+        """Words for messages."""
+        return _PHASE_LABELS[self]
+
+
+_PHASE_LABELS = {
+    Phase.STARTING: "starting",
+    Phase.BETWEEN: "the user's code between engine calls",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.BARRIER: "the barrier at the minibatch's end",
+    Phase.COLLECT: "collecting gradients",
+    Phase.AGREE: "agreeing on norm and counts",
+    Phase.UPDATE: "the optimizer step",
+    Phase.PUBLISH: "publishing parameters",
+    Phase.CLOSING: "close()",
+}
+
+
+class _Word(enum.IntEnum):
+    """Index of a word in a rank's slot."""
+
+    PID = 0
+    STATE = 1  # 0 not there yet, 1 active, 2 left in good order
+    ALIVE_NS = 2  # CLOCK_MONOTONIC of the last progress, its own or that of the rank it waits for
+    PHASE = 3
+    STEP = 4
+    MICRO_BATCH = 5
+    EPOCH = 6  # flag B
+    BARRIER = 7  # barriers entered
+    TAG_EVEN = 8  # what the rank says it is at, for barriers with an even and an odd number
+    TAG_ODD = 9
+    ABORT = 10  # 0 none, 1 this rank failed, 2 it stopped because of another
+    CULPRIT = 11  # global rank to blame, + 1
+    WAITS_FOR = 12  # global rank, + 1
+
+
+_WORDS_PER_SLOT = 32
+_ACTIVE, _LEFT = 1, 2
+_PRIMARY, _SECONDARY = 1, 2
+_ALIVE_LOCK, _SLOT_LOCK, _FIRST_USER_LOCK = 0, 1, 2  # each times the group's size, plus the local index
+
+
+class Store(Protocol):
+    """The part of torch.distributed's store that is used between nodes."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Work(Protocol):
+    """The part of an asynchronous collective that waiting needs."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> bool: ...
+
+
+class ControlBlock:
+    """This rank's view of the control block of its node. Creating one is collective.
+
+    Args:
+        topology: ranks and nodes; the block covers the ranks of this rank's node.
+        token: unguessable text, equal on the ranks of the node and new for every block.
+        timeout_s: longest time in seconds without any sign of life of an awaited rank (``odc.timeout_s``).
+        startup_timeout_s: deadline in seconds for the ranks to find each other.
+        store: key-value store between nodes; needed with more than one node.
+        error_file: where to write one JSON record if this rank fails (for the launcher), or None.
+
+    Raises:
+        DeadlineError: a rank of the node did not come in time.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        token: str,
+        timeout_s: float,
+        startup_timeout_s: float,
+        store: Store | None = None,
+        error_file: str | None = None,
+    ) -> None:
+        self.topology = topology
+        self.timeout_s = timeout_s
+        self.startup_timeout_s = startup_timeout_s
+        self._token = token
+        self._num_exchanges = 0
+        self._store = store if topology.num_nodes > 1 else None
+        self._error_file = error_file
+        self._size = len(topology.peers)
+        self._me = topology.local_rank
+        words_nbytes = self._size * _WORDS_PER_SLOT * 8
+        fds = None
+        if self._me == 0:
+            fds = [create_memory("odc-control", words_nbytes + self._size * _MESSAGE_BYTES)]
+        (self._fd,) = self.share(fds)
+        self._map: mmap.mmap = map_memory(self._fd)
+        self._locks = FileLocks(self._fd)
+        shape = (self._size, _WORDS_PER_SLOT)
+        self._words = np.ndarray(shape, dtype=np.int64, buffer=self._map)
+        self._mine = self._words[self._me]
+        self._messages = np.ndarray(
+            (self._size, _MESSAGE_BYTES), dtype=np.uint8, buffer=self._map, offset=words_nbytes
+        )
+        self._barriers = 0
+        self._remote_seen: dict[int, tuple[bytes, int]] = {}
+        self._next_mirror = 0.0
+        self._hooked: Callable[..., Any] | None = None
+        self.closed = False
+        if not self._locks.try_acquire(self._offset(_ALIVE_LOCK, self._me)):
+            raise UsageError(f"{self.describe(self._me)}: two processes run as the same local rank")
+        self._mine[_Word.PID] = os.getpid()
+        self.beat()
+        self._mine[_Word.STATE] = _ACTIVE
+        self.wait_until(
+            lambda: bool((self._words[:, _Word.STATE] != 0).all()),
+            "start of the control block",
+            lambda: np.flatnonzero(self._words[:, _Word.STATE] == 0).tolist(),
+            timeout_s=startup_timeout_s,
+        )
+
+    # -- what this rank says ---------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Give a sign of life; called wherever this rank makes progress."""
+        self._mine[_Word.ALIVE_NS] = time.monotonic_ns()
+        if self._store is not None and time.monotonic() > self._next_mirror:
+            self._mirror()
+
+    def enter(self, phase: Phase, *, step: int | None = None, micro_batch: int | None = None) -> None:
+        """Say what this rank does from now on; a sign of life.
+
+        Args:
+            phase: the phase.
+            step: optimizer step, from 0; None keeps the last one.
+            micro_batch: index of the micro-batch in this rank's minibatch, from 0; None keeps the last one.
+        """
+        self._mine[_Word.PHASE] = phase
+        if step is not None:
+            self._mine[_Word.STEP] = step
+        if micro_batch is not None:
+            self._mine[_Word.MICRO_BATCH] = micro_batch
+        self.beat()
+
+    @contextlib.contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Be in ``phase`` inside the block, then in the one before; a failure inside tells all ranks."""
+        before = int(self._mine[_Word.PHASE])
+        self.enter(phase)
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.enter(Phase(before))
+
+    # -- failures --------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one stops because of ``error``; the first call counts.
+
+        Also writes the launcher's error record. Never raises.
+        """
+        if self.closed or self._mine[_Word.ABORT]:
+            return
+        secondary = isinstance(error, PeerError)
+        culprit = error.rank if isinstance(error, PeerError) else self.topology.rank
+        cause = f"{type(error).__name__}: {error}"
+        message = (
+            cause if secondary else f"{self.describe(self._me)} failed in {self._where(self._me)}: {cause}"
+        )
+        encoded = message.encode(errors="replace")[: _MESSAGE_BYTES - 1]
+        with self._slot_lock(self._me):
+            self._messages[self._me, : len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
+            self._messages[self._me, len(encoded)] = 0
+            self._mine[_Word.CULPRIT] = 0 if culprit is None else culprit + 1
+            self._mine[_Word.ABORT] = _SECONDARY if secondary else _PRIMARY
+        if self._store is not None:
+            key = "abort/secondary" if secondary else "abort/primary"
+            with contextlib.suppress(Exception):  # the store's host may be the one that died
+                self._store.set(key, json.dumps({"message": message, "rank": culprit}))
+        self._write_error_record(error, secondary)
+
+    def check(self) -> None:
+        """Raise if a rank of this node has failed, or, looked up now and then, one of another node.
+
+        Raises:
+            PeerError: names the rank, its host, the step and the cause.
+        """
+        if self._words[:, _Word.ABORT].any():
+            self._raise_abort()
+        if self._store is not None and time.monotonic() > self._next_mirror:
+            self._mirror()
+
+    def _raise_abort(self) -> None:
+        codes = self._words[:, _Word.ABORT]
+        index = int(np.argmax(codes == _PRIMARY)) if (codes == _PRIMARY).any() else int(codes.argmax())
+        if index == self._me:
+            raise UsageError(
+                f"{self.describe(self._me)} goes on after a failure in this job; "
+                f"the engine cannot: {self._message(index)}"
+            )
+        with self._slot_lock(index):
+            message, culprit = self._message(index), int(self._words[index, _Word.CULPRIT]) - 1
+        raise PeerError(message, culprit if culprit >= 0 else None)
+
+    def _check_peers_live(self) -> None:
+        for index in range(self._size):
+            if index == self._me or self._words[index, _Word.STATE] != _ACTIVE:
+                continue
+            if self._locks.holder(self._offset(_ALIVE_LOCK, index)) is not None:
+                continue
+            self.check()  # it may have said why
+            if self._words[index, _Word.STATE] == _LEFT:
+                continue
+            raise PeerError(
+                f"{self.describe(index)} died or left without close() in {self._where(index)}",
+                self.topology.peers[index],
+            )
+
+    def _message(self, index: int) -> str:
+        raw = self._messages[index].tobytes()
+        return raw[: raw.index(0)].decode(errors="replace")
+
+    def _write_error_record(self, error: BaseException, secondary: bool) -> None:
+        if self._error_file is None:
+            return
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        record = {
+            "rank": self.topology.rank,
+            "host": self.topology.hosts[self.topology.rank],
+            "pid": os.getpid(),
+            "time": time.time(),
+            "type": type(error).__name__,
+            "message": str(error),
+            "secondary": secondary,
+            "step": int(self._mine[_Word.STEP]),
+            "traceback": trace,
+        }
+        temporary = f"{self._error_file}.{os.getpid()}"
+        with contextlib.suppress(OSError):
+            Path(temporary).write_text(json.dumps(record), encoding="utf-8")
+            os.replace(temporary, self._error_file)
+
+    def install_excepthook(self) -> None:
+        """Tell all ranks about an exception that ends this process outside of the engine's own calls."""
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.fail(error)
+            before(kind, error, trace)
+
+        self._hooked = before
+        sys.excepthook = hook
+
+    # -- waiting ---------------------------------------------------------------------------------------
+
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        awaited: Callable[[], Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+    ) -> float:
+        """Wait for ``ready`` with an eye on failures, deaths and deadlines.
+
+        An awaited rank is alive while it makes progress, or while a rank that *it* waits for does; time spent
+        waiting for slow but moving ranks never counts against the limit.
+
+        Args:
+            ready: returns True when the wait is over; called often.
+            what: what is awaited, for messages.
+            awaited: returns the local indices that have not arrived yet; called now and then.
+            timeout_s: limit in seconds without a sign of life; the block's own by default.
+
+        Returns:
+            Seconds spent.
+
+        Raises:
+            PeerError: another rank failed, died or left.
+            DeadlineError: an awaited rank gave no sign of life within the limit.
+        """
+        if ready():
+            return 0.0
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic_ns()
+        nap_s, next_check = _FIRST_NAP_S, start
+        try:
+            while not ready():
+                time.sleep(nap_s)
+                nap_s = min(nap_s * 1.5, _LONGEST_NAP_S)
+                now = time.monotonic_ns()
+                if self._words[:, _Word.ABORT].any():
+                    self._raise_abort()
+                if now >= next_check:
+                    next_check = now + int(_PEER_CHECK_S * 1e9)
+                    self.check()
+                    self._check_peers_live()
+                    if not ready():
+                        self._check_deadline(awaited(), start, now, limit_s, what)
+        finally:
+            self._mine[_Word.WAITS_FOR] = 0
+        return (time.monotonic_ns() - start) / 1e9
+
+    def wait_work(self, work: Work, what: str) -> float:
+        """Wait for an asynchronous collective over all ranks; as :meth:`wait_until`."""
+        others = [index for index in range(self._size) if index != self._me]
+        try:
+            seconds = self.wait_until(work.is_completed, what, lambda: others)
+            work.wait()
+        except PeerError:
+            raise
+        except RuntimeError as error:  # a backend's error names no rank: look whether one is gone
+            deadline = time.monotonic() + 1.0
+            while time.monotonic() < deadline:
+                self.check()
+                self._check_peers_live()
+                time.sleep(_PEER_CHECK_S)
+            raise PeerError(
+                f"{self.describe(self._me)}: {what} failed, as it does when another rank has gone: {error}"
+            ) from error
+        return seconds
+
+    def _check_deadline(
+        self, awaited: Sequence[int], start: int, now: int, limit_s: float, what: str
+    ) -> None:
+        signs = {index: int(self._words[index, _Word.ALIVE_NS]) for index in awaited if index != self._me}
+        signs_remote = self._remote_signs(now)
+        newest = max([*signs.values(), *signs_remote.values()], default=0)
+        # Passing on the sign of the rank waited for keeps victims out of the blame; a circle of waiting
+        # ranks only passes the same sign around, and so still ends.
+        self._mine[_Word.ALIVE_NS] = max(int(self._mine[_Word.ALIVE_NS]), newest)
+        if signs:
+            oldest = min(signs, key=lambda index: signs[index])
+            self._mine[_Word.WAITS_FOR] = self.topology.peers[oldest] + 1
+        silent = [index for index, sign in signs.items() if now - max(sign, start) > limit_s * 1e9]
+        silent_remote = [
+            rank for rank, sign in signs_remote.items() if now - max(sign, start) > limit_s * 1e9
+        ]
+        if silent or (silent_remote and not signs):
+            names = [f"{self.describe(index)}, in {self._where(index)}" for index in silent]
+            names += [self.topology.describe(rank) for rank in silent_remote]
+            peers = [self.topology.peers[index] for index in silent] + silent_remote
+            raise DeadlineError(
+                f"no sign of life for {limit_s:g} s (odc.timeout_s) from {'; '.join(names)}. "
+                f"{self.describe(self._me)} waited in {self._where(self._me)} for: {what}",
+                peers[0],
+            )
+
+    # -- flag B and the node's barrier -----------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Raise flag B: everything this rank wrote before is there for a peer that saw ``epoch``."""
+        with self._slot_lock(self._me):
+            self._mine[_Word.EPOCH] = epoch
+        self.beat()
+
+    def wait_epoch(self, index: int, epoch: int) -> float:
+        """Wait until local rank ``index`` has raised flag B to ``epoch``; returns seconds waited."""
+        seconds = self.wait_until(
+            lambda: bool(self._words[index, _Word.EPOCH] >= epoch),
+            f"parameters of epoch {epoch} of {self.describe(index)}",
+            lambda: (index,),
+        )
+        self._synchronize_with((index,))
+        return seconds
+
+    def barrier(self, tag: int, explain: Callable[[int], str]) -> float:
+        """Meet all ranks of the node; what each wrote before is seen by all after.
+
+        Args:
+            tag: where this rank is in its program; must be equal on all ranks.
+            explain: turns a tag into words.
+
+        Returns:
+            Seconds waited.
+
+        Raises:
+            UsageError: ranks meet at different places; names who is where.
+            PeerError: as :meth:`wait_until`.
+        """
+        self._barriers += 1
+        number = self._barriers
+        # A rank can be one barrier ahead while this one still reads, never two: hence two words.
+        word = _Word.TAG_ODD if number % 2 else _Word.TAG_EVEN
+        with self._slot_lock(self._me):
+            self._mine[word] = tag
+            self._mine[_Word.BARRIER] = number
+        self.beat()
+        entered = self._words[:, _Word.BARRIER]
+        seconds = self.wait_until(
+            lambda: bool((entered >= number).all()),
+            explain(tag),
+            lambda: np.flatnonzero(entered < number).tolist(),
+        )
+        self._synchronize_with(range(self._size))
+        tags = self._words[:, word].tolist()
+        if any(other != tag for other in tags):
+            places = "; ".join(
+                f"{self.describe(index)} is at {explain(other)}" for index, other in enumerate(tags)
+            )
+            raise UsageError(
+                f"ranks ran different programs: {places}. Every rank must call step() the same number of "
+                "times and close() after that"
+            )
+        return seconds
+
+    def _synchronize_with(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if index != self._me:
+                with self._slot_lock(index):
+                    pass
+
+    # -- locks -----------------------------------------------------------------------------------------
+
+    def try_lock(self, number: int) -> bool:
+        """Take the node-wide lock ``number`` (from 0) if it is free; returns whether it was."""
+        return self._locks.try_acquire(self._offset(_FIRST_USER_LOCK, 0) + number)
+
+    def lock(self, number: int, what: str) -> float:
+        """Take the node-wide lock ``number``; returns seconds waited, raises as :meth:`wait_until`.
+
+        The deadline's message names the holder.
+        """
+        offset = self._offset(_FIRST_USER_LOCK, 0) + number
+        return self.wait_until(
+            lambda: self._locks.try_acquire(offset), f"lock on {what}", lambda: self._holder(offset)
+        )
+
+    def unlock(self, number: int) -> None:
+        """Give up lock ``number``."""
+        self._locks.release(self._offset(_FIRST_USER_LOCK, 0) + number)
+
+    def _holder(self, offset: int) -> Sequence[int]:
+        pid = self._locks.holder(offset)
+        found = np.flatnonzero(self._words[:, _Word.PID] == pid).tolist() if pid else []
+        return found or [index for index in range(self._size) if index != self._me]
+
+    @contextlib.contextmanager
+    def _slot_lock(self, index: int) -> Iterator[None]:
+        offset = self._offset(_SLOT_LOCK, index)
+        if not self._locks.try_acquire(offset):
+            deadline = time.monotonic() + self.timeout_s
+            while not self._locks.try_acquire(offset):
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"the control slot of {self.describe(index)} was locked for {self.timeout_s:g} s "
+                        f"(odc.timeout_s) by {[self.describe(i) for i in self._holder(offset)]}"
+                    )
+                time.sleep(_FIRST_NAP_S)
+        try:
+            yield
+        finally:
+            self._locks.release(offset)
+
+    def _offset(self, kind: int, index: int) -> int:
+        return kind * self._size + index
+
+    # -- between nodes ---------------------------------------------------------------------------------
+
+    def _mirror(self) -> None:
+        """Show this rank's sign of life to other nodes and look for their failures."""
+        assert self._store is not None
+        self._next_mirror = time.monotonic() + _MIRROR_S
+        self._store.set(f"alive/{self.topology.rank}", str(self._mine[_Word.ALIVE_NS]))
+        for key in ("abort/primary", "abort/secondary"):
+            if self._store.check([key]):
+                record = json.loads(self._store.get(key))
+                if record["rank"] != self.topology.rank:
+                    raise PeerError(record["message"], record["rank"])
+
+    def _remote_signs(self, now: int) -> dict[int, int]:
+        """When each rank of other nodes was last seen to make progress, in this machine's clock."""
+        if self._store is None:
+            return {}
+        signs = {}
+        for rank in range(self.topology.world_size):
+            if rank in self.topology.peers:
+                continue
+            key = f"alive/{rank}"
+            seen, when = self._remote_seen.get(rank, (b"", now))
+            if now - when > _MIRROR_S * 1e9 / 2 or not seen:
+                value = self._store.get(key) if self._store.check([key]) else b""
+                when = now if value != seen else when
+                self._remote_seen[rank] = (value, when)
+            signs[rank] = when
+        return signs
+
+    # -- the rest --------------------------------------------------------------------------------------
+
+    def share(self, descriptors: list[int] | None) -> list[int]:
+        """Hand descriptors from the node's first rank to its others. Collective over the node."""
+        self._num_exchanges += 1
+        name = f"odc-{self._token}-{self.topology.node}-{self._num_exchanges}"
+        return share_descriptors(
+            descriptors, name=name, index=self._me, count=self._size, timeout_s=self.startup_timeout_s
+        )
+
+    def describe(self, index: int) -> str:
+        """Name local rank ``index`` in messages, with host and process id."""
+        text = self.topology.describe(self.topology.peers[index])
+        pid = int(self._words[index, _Word.PID])
+        return f"{text[:-1]}, pid {pid})" if pid else text
+
+    def _where(self, index: int) -> str:
+        words = self._words[index]
+        text = f"step {words[_Word.STEP]}"
+        phase = Phase(int(words[_Word.PHASE]))
+        if phase in (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN):
+            text += f", micro-batch {words[_Word.MICRO_BATCH]}"
+        text += f", {phase.label}"
+        waits_for = int(words[_Word.WAITS_FOR]) - 1
+        if waits_for >= 0 and index != self._me:
+            text += f" (itself waiting for rank {waits_for})"
+        return text
+
+    def close(self) -> None:
+        """Leave in good order and let go of the memory. The caller has passed the last barrier."""
+        if self.closed:
+            return
+        self._mine[_Word.STATE] = _LEFT
+        self.closed = True
+        if self._hooked is not None:
+            sys.excepthook = (
+                self._hooked if sys.excepthook.__qualname__.startswith("ControlBlock.") else sys.excepthook
+            )
