@@ -20,6 +20,7 @@ import os
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -159,7 +160,7 @@ class ControlBlock:
         self._barriers = 0
         self._remote_seen: dict[int, tuple[bytes, int]] = {}
         self._next_mirror = 0.0
-        self._hooked: Callable[..., Any] | None = None
+        self._excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.closed = False
         if not self._locks.try_acquire(self._offset(_ALIVE_LOCK, self._me)):
             raise UsageError(f"{self.describe(self._me)}: two processes run as the same local rank")
@@ -220,11 +221,10 @@ class ControlBlock:
         secondary = isinstance(error, PeerError)
         culprit = error.rank if isinstance(error, PeerError) else self.topology.rank
         cause = f"{type(error).__name__}: {error}"
-        message = (
-            cause if secondary else f"{self.describe(self._me)} failed in {self._where(self._me)}: {cause}"
-        )
+        place = f"{self.describe(self._me)} failed in {self._where(self._me)}"
+        message = str(error) if secondary else f"{place}: {cause}"
         encoded = message.encode(errors="replace")[: _MESSAGE_BYTES - 1]
-        with self._slot_lock(self._me):
+        with contextlib.suppress(DeadlineError), self._slot_lock(self._me):
             self._messages[self._me, : len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
             self._messages[self._me, len(encoded)] = 0
             self._mine[_Word.CULPRIT] = 0 if culprit is None else culprit + 1
@@ -273,7 +273,7 @@ class ControlBlock:
             )
 
     def _message(self, index: int) -> str:
-        raw = self._messages[index].tobytes()
+        raw: bytes = self._messages[index].tobytes()
         return raw[: raw.index(0)].decode(errors="replace")
 
     def _write_error_record(self, error: BaseException, secondary: bool) -> None:
@@ -298,13 +298,15 @@ class ControlBlock:
 
     def install_excepthook(self) -> None:
         """Tell all ranks about an exception that ends this process outside of the engine's own calls."""
-        before = sys.excepthook
+        before, block = sys.excepthook, weakref.ref(self)
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self.fail(error)
+            alive = block()
+            if alive is not None:
+                alive.fail(error)
             before(kind, error, trace)
 
-        self._hooked = before
+        self._excepthooks = (before, hook)
         sys.excepthook = hook
 
     # -- waiting ---------------------------------------------------------------------------------------
@@ -388,10 +390,11 @@ class ControlBlock:
         if signs:
             oldest = min(signs, key=lambda index: signs[index])
             self._mine[_Word.WAITS_FOR] = self.topology.peers[oldest] + 1
-        silent = [index for index, sign in signs.items() if now - max(sign, start) > limit_s * 1e9]
-        silent_remote = [
-            rank for rank, sign in signs_remote.items() if now - max(sign, start) > limit_s * 1e9
-        ]
+        latest = now - int(limit_s * 1e9)
+        silent = [index for index, sign in signs.items() if max(sign, start) < latest]
+        stuck = [index for index in silent if not self._words[index, _Word.WAITS_FOR]]
+        silent = stuck or silent  # those who wait for somebody themselves are victims
+        silent_remote = [rank for rank, sign in signs_remote.items() if max(sign, start) < latest]
         if silent or (silent_remote and not signs):
             names = [f"{self.describe(index)}, in {self._where(index)}" for index in silent]
             names += [self.topology.describe(rank) for rank in silent_remote]
@@ -517,12 +520,18 @@ class ControlBlock:
         """Show this rank's sign of life to other nodes and look for their failures."""
         assert self._store is not None
         self._next_mirror = time.monotonic() + _MIRROR_S
-        self._store.set(f"alive/{self.topology.rank}", str(self._mine[_Word.ALIVE_NS]))
-        for key in ("abort/primary", "abort/secondary"):
-            if self._store.check([key]):
-                record = json.loads(self._store.get(key))
-                if record["rank"] != self.topology.rank:
-                    raise PeerError(record["message"], record["rank"])
+        record = None
+        try:
+            self._store.set(f"alive/{self.topology.rank}", str(self._mine[_Word.ALIVE_NS]))
+            for key in ("abort/secondary", "abort/primary"):
+                if self._store.check([key]):
+                    record = json.loads(self._store.get(key))
+        except RuntimeError as error:
+            raise PeerError(
+                f"{self.describe(self._me)} lost the store of {self.topology.describe(0)}: {error}", 0
+            ) from error
+        if record is not None and record["rank"] != self.topology.rank:
+            raise PeerError(record["message"], record["rank"])
 
     def _remote_signs(self, now: int) -> dict[int, int]:
         """When each rank of other nodes was last seen to make progress, in this machine's clock."""
@@ -573,9 +582,10 @@ class ControlBlock:
         """Leave in good order and let go of the memory. The caller has passed the last barrier."""
         if self.closed:
             return
-        self._mine[_Word.STATE] = _LEFT
         self.closed = True
-        if self._hooked is not None:
-            sys.excepthook = (
-                self._hooked if sys.excepthook.__qualname__.startswith("ControlBlock.") else sys.excepthook
-            )
+        if self._excepthooks is not None and sys.excepthook is self._excepthooks[1]:
+            sys.excepthook = self._excepthooks[0]
+        self._mine[_Word.STATE] = _LEFT
+        del self._words, self._mine, self._messages
+        self._map.close()
+        os.close(self._fd)  # drops this process's locks, the one that says "alive" included
