@@ -1,0 +1,8 @@
+"""Load balancing: which rank computes which samples of a minibatch, and in which micro-batches."""
+
+from __future__ import annotations
+
+from odcengine.balance.cost import CostModel
+from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Plan, make_plan
+
+__all__ = ["EQUAL_COUNT_STRATEGIES", "STRATEGIES", "CostModel", "Plan", "make_plan"]

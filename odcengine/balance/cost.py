@@ -1,0 +1,158 @@
+"""What one sequence costs: ``a * l + b * l**2`` FLOP for a sequence of ``l`` tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# transformers model types whose feed-forward block has two matrices instead of the gated three.
+_UNGATED_MODEL_TYPES = frozenset(
+    {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
+)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of a training step on one sequence of ``l`` tokens: ``linear * l + quadratic * l**2``.
+
+    Packing several sequences into one row adds no cross terms, so costs of sequences add up. Only the
+    ratio of the two numbers matters to a plan; with :meth:`from_shape` the unit is FLOP.
+
+    Args:
+        linear: cost per token (matrix products with weights).
+        quadratic: cost per squared token (causal attention).
+    """
+
+    linear: float
+    quadratic: float
+
+    def __post_init__(self) -> None:
+        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
+            raise ValueError(
+                f"cost model: linear={self.linear} and quadratic={self.quadratic} must be >= 0 and not both 0"
+            )
+
+    def __call__(self, lengths: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Costs of sequences.
+
+        Args:
+            lengths: tokens of each sequence, shape ``[n]``.
+
+        Returns:
+            float64 of shape ``[n]``.
+        """
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return self.linear * tokens + self.quadratic * (tokens * tokens)
+
+    @classmethod
+    def from_shape(
+        cls,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        vocab_size: int,
+        gated: bool = True,
+        recompute: bool = False,
+    ) -> CostModel:
+        """FLOP of forward and backward from the shape of a decoder-only transformer.
+
+        Linear part: 6 FLOP per token and weight of the blocks (2 forward, 4 backward), 8 when blocks are
+        recomputed in the backward (activation checkpointing), plus ``6 * hidden * vocab`` for the
+        language-model head, which is not recomputed (Kaplan et al., arXiv 2001.08361, section 2.1).
+        Attention: the two products of a forward are ``2 * l**2 * H`` FLOP each with ``H = heads * head_dim``,
+        halved by the causal mask, so ``2 * layers * H * l**2``; the backward of FlashAttention runs five
+        such products instead of two (Dao et al., arXiv 2205.14135, appendix B), so 7 in all,
+        9 with recomputation.
+
+        Args:
+            num_layers: decoder blocks.
+            hidden_size: width of the residual stream.
+            num_heads: query heads.
+            num_kv_heads: key and value heads (fewer than ``num_heads`` with grouped queries).
+            head_dim: width of a head.
+            intermediate_size: width of the feed-forward block (of all active experts together).
+            vocab_size: rows of the language-model head.
+            gated: three matrices in the feed-forward block (SwiGLU) instead of two.
+            recompute: activation checkpointing of every block.
+
+        Returns:
+            The cost model in FLOP.
+        """
+        attention_width = num_heads * head_dim
+        block = hidden_size * (
+            2 * attention_width + 2 * num_kv_heads * head_dim + (3 if gated else 2) * intermediate_size
+        )
+        return cls(
+            linear=float((8 if recompute else 6) * num_layers * block + 6 * hidden_size * vocab_size),
+            quadratic=float((9 if recompute else 7) * num_layers * attention_width),
+        )
+
+    @classmethod
+    def from_config(cls, config: Any, *, recompute: bool = False) -> CostModel:
+        """:meth:`from_shape` with the numbers of a transformers configuration (read by attribute).
+
+        Args:
+            config: an object with ``num_hidden_layers``, ``hidden_size``, ``num_attention_heads`` and
+                ``vocab_size``; the rest has the usual defaults. Of a mixture of experts, the active
+                experts count.
+            recompute: activation checkpointing of every block.
+
+        Returns:
+            The cost model in FLOP.
+
+        Raises:
+            ValueError: the configuration lacks one of the four numbers.
+        """
+        required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        missing = [name for name in required if not isinstance(getattr(config, name, None), int)]
+        if missing:
+            raise ValueError(
+                f"cost model: {type(config).__name__} has no {', '.join(missing)}; give the shape "
+                "with CostModel.from_shape(...) or the two numbers with CostModel(linear=, quadratic=)"
+            )
+        hidden_size, num_heads = config.hidden_size, config.num_attention_heads
+        intermediate_size = (
+            getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden_size
+        )
+        experts = getattr(config, "num_experts_per_tok", None)
+        if experts:
+            intermediate_size = experts * (
+                getattr(config, "moe_intermediate_size", None) or intermediate_size
+            )
+        return cls.from_shape(
+            num_layers=config.num_hidden_layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or hidden_size // num_heads,
+            intermediate_size=intermediate_size,
+            vocab_size=config.vocab_size,
+            gated=getattr(config, "model_type", "") not in _UNGATED_MODEL_TYPES,
+            recompute=recompute,
+        )
+
+    @classmethod
+    def default(cls) -> CostModel:
+        """The cost model where no shape is known: a 7B model (the shape of Qwen2.5-7B), recomputed.
+
+        Its ratio ``linear / quadratic`` is 61 thousand tokens; the ratio is 31 thousand at 1.5B and
+        86 thousand at 32B parameters, so a wrong guess changes plans little.
+        """
+        return cls.from_shape(
+            num_layers=28,
+            hidden_size=3584,
+            num_heads=28,
+            num_kv_heads=4,
+            head_dim=128,
+            intermediate_size=18944,
+            vocab_size=152064,
+            recompute=True,
+        )
