@@ -71,6 +71,32 @@ _PHASE_LABELS = {
 }
 
 
+class Meeting(enum.IntEnum):
+    """Places where all ranks of a node meet; ranks at different places have run different programs."""
+
+    ALLOCATE = 1
+    END_OF_STEP = 2
+    PUBLISH = 3
+    CLOSE = 4
+    LOCKSTEP_GATHER = 5
+    LOCKSTEP_PUSH = 6
+
+    def explain(self, number: int) -> str:
+        """Words for messages: ``the end of step 3``."""
+        return _MEETING_LABELS[self].format(number)
+
+
+_MEETING_LABELS = {
+    Meeting.ALLOCATE: "the allocation of windows",
+    Meeting.END_OF_STEP: "the end of step {}",
+    Meeting.PUBLISH: "publish() before step {}",
+    Meeting.CLOSE: "close()",
+    Meeting.LOCKSTEP_GATHER: "the lock-step gather of module group {}",
+    Meeting.LOCKSTEP_PUSH: "the lock-step push of module group {}",
+}
+_MEETING_RANGE = 1 << 48
+
+
 class _Word(enum.IntEnum):
     """Index of a word in a rank's slot."""
 
@@ -87,6 +113,10 @@ class _Word(enum.IntEnum):
     ABORT = 10  # 0 none, 1 this rank failed, 2 it stopped because of another
     CULPRIT = 11  # global rank to blame, + 1
     WAITS_FOR = 12  # global rank, + 1
+
+
+def _explain_tag(tag: int) -> str:
+    return Meeting(tag // _MEETING_RANGE).explain(tag % _MEETING_RANGE)
 
 
 _WORDS_PER_SLOT = 32
@@ -423,12 +453,12 @@ class ControlBlock:
         self._synchronize_with((index,))
         return seconds
 
-    def barrier(self, tag: int, explain: Callable[[int], str]) -> float:
+    def barrier(self, meeting: Meeting, number: int = 0) -> float:
         """Meet all ranks of the node; what each wrote before is seen by all after.
 
         Args:
-            tag: where this rank is in its program; must be equal on all ranks.
-            explain: turns a tag into words.
+            meeting: where this rank is in its program; must be equal on all ranks.
+            number: which of these meetings, 0 to 2**48 - 1; must be equal on all ranks.
 
         Returns:
             Seconds waited.
@@ -438,28 +468,28 @@ class ControlBlock:
             PeerError: as :meth:`wait_until`.
         """
         self._barriers += 1
-        number = self._barriers
+        arrivals, tag = self._barriers, meeting * _MEETING_RANGE + number
         # A rank can be one barrier ahead while this one still reads, never two: hence two words.
-        word = _Word.TAG_ODD if number % 2 else _Word.TAG_EVEN
+        word = _Word.TAG_ODD if arrivals % 2 else _Word.TAG_EVEN
         with self._slot_lock(self._me):
             self._mine[word] = tag
-            self._mine[_Word.BARRIER] = number
+            self._mine[_Word.BARRIER] = arrivals
         self.beat()
         entered = self._words[:, _Word.BARRIER]
         seconds = self.wait_until(
-            lambda: bool((entered >= number).all()),
-            explain(tag),
-            lambda: np.flatnonzero(entered < number).tolist(),
+            lambda: bool((entered >= arrivals).all()),
+            meeting.explain(number),
+            lambda: np.flatnonzero(entered < arrivals).tolist(),
         )
         self._synchronize_with(range(self._size))
         tags = self._words[:, word].tolist()
         if any(other != tag for other in tags):
             places = "; ".join(
-                f"{self.describe(index)} is at {explain(other)}" for index, other in enumerate(tags)
+                f"{self.describe(index)} is at {_explain_tag(other)}" for index, other in enumerate(tags)
             )
             raise UsageError(
                 f"ranks ran different programs: {places}. Every rank must call step() the same number of "
-                "times and close() after that"
+                "times, also with no micro-batch, and close() after that"
             )
         return seconds
 
@@ -587,5 +617,6 @@ class ControlBlock:
             sys.excepthook = self._excepthooks[0]
         self._mine[_Word.STATE] = _LEFT
         del self._words, self._mine, self._messages
-        self._map.close()
+        with contextlib.suppress(BufferError):  # a traceback still holds a view; unmapped when it goes
+            self._map.close()
         os.close(self._fd)  # drops this process's locks, the one that says "alive" included

@@ -1,0 +1,259 @@
+"""The contract of a transport: windows that other ranks read from and add into, without their help.
+
+Terms. A *window* is memory of one size on every rank of a node, addressed ``[M, n]``: M nodes, n elements.
+The window of local rank ``l`` holds, for each node ``m``, what belongs to the rank with local index ``l`` of
+node ``m``; on one node M is 1 and a window holds only its owner's shard. *Shard* ``r`` is the part of a group
+of parameters that rank ``r`` owns. Peers are named by their local index, 0 to G - 1.
+
+Ordering rules that callers rely on, for every transport:
+
+1. After ``barrier`` returns, every push that any rank of the node issued before it is in its owner's window
+   and visible to the owner, and every pull issued before it has completed.
+2. A pull that follows ``wait_published(peer, epoch)`` sees what the peer wrote into its own window before
+   its ``signal_published(epoch)``.
+3. Pushes from any number of ranks into the same elements add up exactly once each, in any order.
+4. The owner may read or write its own window only where no rank can pull from or push into it: parameters
+   between ``barrier`` and ``signal_published``, accumulators between ``barrier`` and the next
+   ``signal_published``.
+
+Each wait has a deadline and raises :class:`odcengine.errors.PeerError` with the rank to blame.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from odcengine.control import ControlBlock, Meeting
+from odcengine.topology import Topology
+
+ALIGNMENT = 256
+"""Bytes to which each window's start is aligned."""
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """One window, before it is allocated.
+
+    Attributes:
+        name: for messages and memory reports.
+        shape: (M, n): number of nodes, elements a node.
+        dtype: element type; ``torch.uint8`` for windows of bytes.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes on one rank, without alignment."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """Where each window lies in the memory of a rank; computable before anything is allocated.
+
+    Attributes:
+        specs: the windows, in an order equal on all ranks.
+        offsets: byte offset of each.
+        total_nbytes: size in bytes of the memory of one rank.
+    """
+
+    specs: tuple[WindowSpec, ...]
+    offsets: tuple[int, ...]
+    total_nbytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[WindowSpec]) -> WindowPlan:
+        """Lay the windows out one after the other, each aligned to :data:`ALIGNMENT`."""
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(specs), tuple(offsets), max(end, ALIGNMENT))
+
+
+@dataclass(frozen=True)
+class Window:
+    """An allocated window.
+
+    Attributes:
+        index: position in the plan, equal on all ranks.
+        spec: what was asked for.
+        local: this rank's own part, ``[M, n]``; see rule 4 for when it may be touched.
+    """
+
+    index: int
+    spec: WindowSpec
+    local: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which rank owns which shard.
+
+    Attributes:
+        shards: ``shards[m][l]``: the shard (global rank) of node m's local rank l; M rows of G each.
+        node: this rank's row.
+        local: this rank's column.
+    """
+
+    shards: tuple[tuple[int, ...], ...]
+    node: int
+    local: int
+
+    @classmethod
+    def of(cls, topology: Topology) -> Grid:
+        """The grid of a topology with even nodes."""
+        return cls(topology.nodes, topology.node, topology.local_rank)
+
+    @property
+    def num_nodes(self) -> int:
+        """M."""
+        return len(self.shards)
+
+    @property
+    def node_size(self) -> int:
+        """G."""
+        return len(self.shards[0])
+
+    @property
+    def column(self) -> tuple[int, ...]:
+        """Global ranks with this rank's local index, one a node; they exchange data between minibatches."""
+        return tuple(row[self.local] for row in self.shards)
+
+    def visits(self) -> Iterator[int]:
+        """Local indices of all peers, this rank's own first, so that no two ranks start at one owner."""
+        for step in range(self.node_size):
+            yield (self.local + step) % self.node_size
+
+
+@dataclass
+class Traffic:
+    """What this rank moved since the counters were last reset, in bytes and calls."""
+
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
+    num_pulls: int = 0
+    num_pushes: int = 0
+
+
+class Transport(abc.ABC):
+    """One-sided communication between the ranks of a node; one instance serves one engine.
+
+    Args:
+        control: the node's control block; carries flags, barrier, deadlines and failures.
+        grid: owners of the shards.
+    """
+
+    def __init__(self, control: ControlBlock, grid: Grid) -> None:
+        self.control = control
+        self.grid = grid
+        self.traffic = Traffic()
+
+    @abc.abstractmethod
+    def allocate(self, plan: WindowPlan) -> list[Window]:
+        """Allocate all windows of the engine, zero-filled. Collective, called once, with equal plans.
+
+        Args:
+            plan: the windows.
+
+        Returns:
+            The windows, in the plan's order. All ranks have mapped all of them when it returns.
+
+        Raises:
+            OdcError: there is not enough memory; names both numbers.
+            PeerError: a rank failed or did not come in time.
+        """
+
+    @abc.abstractmethod
+    def pull(self, window: Window, peer: int, node: int, out: torch.Tensor, offset: int = 0) -> None:
+        """Read from a peer's window.
+
+        Args:
+            window: the window.
+            peer: local index of the owner.
+            node: row of the window.
+            out: 1-D contiguous, of the window's dtype; filled with the elements from ``offset`` on.
+            offset: first element in the row.
+
+        Completes: on the CPU when it returns; on a GPU in the order of the current stream.
+        """
+
+    @abc.abstractmethod
+    def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> None:
+        """Add into a peer's window; atomic with respect to all other pushes.
+
+        Args:
+            window: the window.
+            peer: local index of the owner.
+            node: row of the window.
+            source: 1-D, any floating dtype; converted to the window's dtype before it is added.
+            offset: first element in the row.
+
+        Completes: as :meth:`pull`; ``source`` may be reused then. The owner sees it after ``barrier``.
+        """
+
+    def gather(self, window: Window, out: torch.Tensor, epoch: int) -> None:
+        """Pull every shard of the window but this rank's own.
+
+        Waits for flag B of each owner before the first read of its window.
+
+        Args:
+            window: the window.
+            out: ``[W, n]`` contiguous, of the window's dtype; row r receives shard r. The caller has put this
+                rank's own shard in place.
+            epoch: epoch whose parameters are wanted.
+        """
+        own = self.grid.shards[self.grid.node][self.grid.local]
+        for peer in self.grid.visits():
+            self.wait_published(peer, epoch)
+            for node, row in enumerate(self.grid.shards):
+                if row[peer] != own:
+                    self.pull(window, peer, node, out[row[peer]])
+
+    def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> None:
+        """Push every row of ``source`` to the owner of its shard, this rank's own shard included.
+
+        Args:
+            window: the window.
+            source: ``[W, k]`` with contiguous rows, any floating dtype; row r goes to shard r.
+            offset: first element in each shard.
+        """
+        for peer in self.grid.visits():
+            for node, row in enumerate(self.grid.shards):
+                self.push_add(window, peer, node, source[row[peer]], offset)
+
+    @abc.abstractmethod
+    def signal_published(self, epoch: int) -> None:
+        """Raise this rank's flag B: its window holds ``epoch``'s parameters, its accumulator is empty."""
+
+    @abc.abstractmethod
+    def wait_published(self, peer: int, epoch: int) -> None:
+        """Wait for a peer's flag B of ``epoch`` or later; cheap once it was seen."""
+
+    @abc.abstractmethod
+    def barrier(self, meeting: Meeting, number: int = 0) -> float:
+        """Meet all ranks of the node (rule 1).
+
+        Args:
+            meeting: where this rank is in its program.
+            number: which of these meetings.
+
+        Returns:
+            Seconds waited.
+        """
+
+    @abc.abstractmethod
+    def close(self, *, orderly: bool = True) -> None:
+        """Unmap the windows. Collective where ``orderly``: meets all ranks first, so nobody still reads.
+
+        Args:
+            orderly: False after a failure: no meeting, the memory goes with the last process.
+        """
