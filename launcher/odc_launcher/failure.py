@@ -1,0 +1,168 @@
+"""Which rank failed first, why, and how that is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+_LINE_CHARS = 1000
+_RECORD_BYTES = 16 * 1024 * 1024
+_HINTS = {
+    signal.SIGKILL: "killed from outside; the kernel does so when memory runs out (see dmesg)",
+    signal.SIGBUS: "a mapped file or shared memory could not be backed: is /dev/shm full?",
+    signal.SIGILL: "an instruction that this processor lacks",
+}
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """What a failing rank wrote about itself into its ``ODC_ERROR_FILE``."""
+
+    kind: str
+    message: str
+    secondary: bool
+    time: float | None
+    step: int | None
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank ended.
+
+    Attributes:
+        rank: its number.
+        host: where it ran.
+        returncode: exit code, or minus the signal's number.
+        time: when the launcher saw it end, in unix seconds.
+        log_path: its log.
+        record: what it wrote about its failure, if anything.
+        ended_by_launcher: the launcher had already told it to end by a signal of its own.
+    """
+
+    rank: int
+    host: str
+    returncode: int
+    time: float
+    log_path: str
+    record: ErrorRecord | None = None
+    ended_by_launcher: bool = False
+
+
+def read_error_record(path: str) -> ErrorRecord | None:
+    """Reads a rank's error file; None where there is none or it is not the agreed JSON object."""
+    try:
+        with open(path, "rb") as file:
+            fields = json.loads(file.read(_RECORD_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    time, step = fields.get("time"), fields.get("step")
+    return ErrorRecord(
+        kind=str(fields.get("type", "error")),
+        message=str(fields.get("message", "")),
+        secondary=fields.get("secondary") is True,
+        time=float(time) if isinstance(time, int | float) else None,
+        step=step if isinstance(step, int) else None,
+    )
+
+
+def primary(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The failure that is to blame: the earliest that is not the consequence of another.
+
+    Ranks that say themselves that they only follow another (``secondary``), and ranks that the launcher
+    ended, come last. A rank's own time of failure counts where it wrote one: it may take longer to leave
+    than those that follow it.
+    """
+
+    def order(end: RankEnd) -> tuple[bool, bool, float, int]:
+        record = end.record
+        time = end.time
+        if record is not None and record.time is not None:
+            time = min(time, record.time)
+        return end.ended_by_launcher, record is not None and record.secondary, time, end.rank
+
+    return min((end for end in ends if end.returncode != 0), key=order, default=None)
+
+
+def exit_code(returncode: int) -> int:
+    """A shell's exit code: 128 + N for signal N."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def describe(returncode: int) -> str:
+    """``exit code 3`` or ``SIGKILL``."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def report(ends: Sequence[RankEnd], passed_on: signal.Signals | None = None) -> list[str]:
+    """Tells a launch's failure, line by line; nothing where every rank succeeded.
+
+    Args:
+        ends: the end of every rank.
+        passed_on: the signal that the launcher was sent and passed on before the first failure.
+    """
+    first = primary(ends)
+    if first is None:
+        return []
+    after = f" after {passed_on.name} was passed on" if passed_on else ""
+    lines = [f"rank {first.rank} on {first.host} failed first{after}: {describe(first.returncode)}"]
+    record = first.record
+    if record is not None:
+        step = "" if record.step is None else f" (step {record.step})"
+        lines += _indent(f"cause: {record.kind}: {record.message}{step}")
+    elif first.ended_by_launcher:
+        lines += _indent("cause: odc-launch ended it, for it did not end by itself in time")
+    elif -first.returncode in _HINTS:
+        lines += _indent(f"cause: {_HINTS[signal.Signals(-first.returncode)]}")
+    if passed_on is None or first.returncode != -passed_on or record is not None:
+        tail = log_tail(first.log_path)
+        lines += _indent(f"last lines of its log {first.log_path}:" if tail else "it printed nothing")
+        lines += [f"    {line}" for line in tail]
+    else:
+        lines += _indent(f"log: {first.log_path}")
+    others = [end for end in ends if end.returncode != 0 and end is not first]
+    if others:
+        lines += _indent("also: " + "; ".join(_other(end) for end in others))
+    return lines
+
+
+def log_tail(path: str, count: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log as a terminal would show them: of a progress bar its last state."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            data = file.read(_TAIL_BYTES)
+    except OSError as error:
+        return [f"(cannot be read: {error.strerror})"]
+    lines = []
+    for line in data.removesuffix(b"\n").split(b"\n")[-count:] if data else []:
+        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
+        lines.append(text if len(text) <= _LINE_CHARS else text[:_LINE_CHARS] + " ...")
+    return lines
+
+
+def _other(end: RankEnd) -> str:
+    text = f"rank {end.rank} {describe(end.returncode)}"
+    if end.ended_by_launcher:
+        return text + " (ended by odc-launch)"
+    if end.record is None:
+        return text
+    message = end.record.message.partition("\n")[0][:200]
+    why = "because of another rank, " if end.record.secondary else ""
+    return f"{text} ({why}{end.record.kind}: {message})"
+
+
+def _indent(text: str) -> list[str]:
+    return [f"  {line}" for line in text.split("\n")]

@@ -1,0 +1,480 @@
+"""Starts the ranks of one host as subprocesses, watches them, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from odc_launcher import failure
+from odc_launcher.output import LineSplitter, LogFile, Screen
+from odc_launcher.plan import LaunchPlan, RankPlan
+from odcengine.errors import ConfigError
+
+TERM_GRACE_S = 5.0  # between the launcher's SIGTERM and its SIGKILL
+_LEFTOVER_PATIENCE_S = 1.0  # for processes that a rank left behind and that are just ending
+_KILL_DEADLINE_S = 10.0
+_POLL_S = 1.0
+_LEFTOVER_POLL_S = 0.05
+_READ_BYTES = 64 * 1024
+_DRAIN_BYTES = 4 * 1024 * 1024
+_SCREEN_DEADLINE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_NEVER = float("inf")
+
+
+def run(plan: LaunchPlan) -> int:
+    """Runs a plan on this host until every rank has ended.
+
+    Every rank is the leader of a session and process group of its own, is killed by the kernel when the
+    launcher dies, and writes stdout and stderr into one pipe. The first failure gives the others
+    ``plan.grace_s`` to end; then their groups get SIGTERM, and SIGKILL five seconds later. Signals in
+    ``plan.signals`` are passed on to the ranks; a second INT or TERM kills at once. When the last rank
+    has ended, what is left of the groups is ended too.
+
+    Returns:
+        0, or the exit code of the rank that failed first (128 + N for signal N), or 1 where the system
+        could not start a process.
+
+    Raises:
+        ConfigError: the logs cannot be written; no process was started.
+    """
+    ranks = _open_logs(plan)
+    with _caught_signals(plan.signals) as (caught, wakeup):
+        launch = _Launch(plan, ranks, wakeup)
+        try:
+            if not launch.start(caught):
+                return 1
+            launch.watch()
+            return launch.conclude()
+        finally:
+            launch.close()
+
+
+class _Rank:
+    """A rank's process and its output."""
+
+    def __init__(self, plan: RankPlan, log: LogFile) -> None:
+        self.plan = plan
+        self.log = log
+        self.splitter = LineSplitter()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pipe: int | None = None
+        self.end: failure.RankEnd | None = None
+        self.told_to_end = False
+        self.log_error_told = False
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.end is None
+
+    def signal(self, number: signal.Signals, *, group: bool) -> None:
+        """Sends a signal to the rank or to its whole group.
+
+        The ended rank is not reaped before everything is over, so its number still names its group and
+        nobody else's.
+        """
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if group:
+                os.killpg(self.process.pid, number)
+            elif self.end is None:
+                os.kill(self.process.pid, number)
+
+    def poll(self) -> int | None:
+        """The return code once the process has ended; leaves it unreaped."""
+        assert self.process is not None
+        result = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
+            return None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+class _Launch:
+    def __init__(self, plan: LaunchPlan, ranks: list[_Rank], wakeup: int) -> None:
+        self._plan = plan
+        self._ranks = ranks
+        self._wakeup = wakeup
+        self._out = Screen(_fileno(sys.stdout))
+        self._err = Screen(_fileno(sys.stderr))
+        self._out_error_told = False
+        self._encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        self._term_at = self._kill_at = self._give_up_at = _NEVER
+        self._leftovers_since: float | None = None
+        self._leftovers_told = False
+        self._stop_signal: signal.Signals | None = None
+        self._passed_on: signal.Signals | None = None  # before the first failure
+
+    # Starting
+
+    def start(self, caught: frozenset[signal.Signals]) -> bool:
+        """Starts every rank; where the system refuses one, says so and returns False."""
+        environ = {name: value for name, value in os.environ.items() if name not in self._plan.unset}
+        for rank in self._ranks:
+            try:
+                self._start(rank, environ | rank.plan.env, caught)
+            except (OSError, subprocess.SubprocessError) as error:
+                self._note(f"rank {rank.plan.rank} cannot be started: {error}")
+                return False
+        return True
+
+    def _start(self, rank: _Rank, environ: dict[str, str], caught: frozenset[signal.Signals]) -> None:
+        rank.pipe, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(rank.pipe, False)
+        # A signal between fork and exec would run the launcher's handlers in the child: held back.
+        signal.pthread_sigmask(signal.SIG_BLOCK, caught)
+        try:
+            rank.process = subprocess.Popen(
+                rank.plan.argv,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                start_new_session=True,
+                preexec_fn=_ChildSetup(caught),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+            os.close(write_end)
+
+    # Watching
+
+    def watch(self) -> None:
+        """Returns when all ranks and what they left in their groups have ended, or cannot be ended."""
+        while True:
+            self._wait_for_events(self._timeout())
+            now = time.monotonic()
+            alive = any(rank.alive for rank in self._ranks)
+            if not alive and not self._has_leftovers(now):
+                return
+            if now >= self._term_at:
+                self._end_all(signal.SIGTERM)
+                self._term_at, self._kill_at = _NEVER, min(self._kill_at, now + TERM_GRACE_S)
+            if now >= self._kill_at:
+                self._kill_all()
+            if now >= self._give_up_at:
+                self._give_up()
+                return
+
+    def _timeout(self) -> float:
+        deadline = min(self._term_at, self._kill_at, self._give_up_at)
+        limit = _POLL_S if any(rank.alive for rank in self._ranks) else _LEFTOVER_POLL_S
+        return max(0.0, min(limit, deadline - time.monotonic()))
+
+    def _wait_for_events(self, timeout_s: float) -> None:
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        readers: dict[int, _Rank] = {}
+        for rank in self._ranks:
+            if rank.pipe is not None and not self._out.full:
+                readers[rank.pipe] = rank
+                poll.register(rank.pipe, select.POLLIN)
+        for screen in (self._out, self._err):
+            if screen.pending and screen.fd is not None:
+                poll.register(screen.fd, select.POLLOUT)
+        ready = {fd for fd, _ in poll.poll(timeout_s * 1000)}
+        self._out.pump()
+        self._err.pump()
+        for pipe in ready & readers.keys():
+            self._read(readers[pipe])
+        if self._wakeup in ready:
+            for number in os.read(self._wakeup, 4096):
+                if number != signal.SIGCHLD:
+                    self._pass_on(signal.Signals(number))
+        if self._wakeup in ready or not ready:
+            for rank in self._ranks:
+                if rank.alive:
+                    self._check_end(rank)
+        self._tell_output_errors()
+
+    def _read(self, rank: _Rank) -> int:
+        """Moves one piece of a rank's output; returns its size, 0 when there is none now or ever."""
+        assert rank.pipe is not None
+        try:
+            data = os.read(rank.pipe, _READ_BYTES)
+        except BlockingIOError:
+            return 0
+        if data:
+            rank.log.write(data)
+            self._show(rank, rank.splitter.feed(data, time.monotonic()))
+        else:
+            self._close_pipe(rank)
+        return len(data)
+
+    def _close_pipe(self, rank: _Rank) -> None:
+        if rank.pipe is not None:
+            os.close(rank.pipe)
+            rank.pipe = None
+            self._show(rank, rank.splitter.finish())
+
+    def _drain(self, rank: _Rank) -> None:
+        """Takes what an ended rank left in its pipe; what its children still hold open is not waited for."""
+        left = _DRAIN_BYTES
+        while left > 0 and rank.pipe is not None:
+            size = self._read(rank)
+            if not size:
+                return
+            left -= size
+
+    def _show(self, rank: _Rank, lines: list[bytes]) -> None:
+        if lines and rank.plan.rank in self._plan.shown:
+            text = "".join(f"[rank {rank.plan.rank}] {line.decode('utf-8', 'replace')}\n" for line in lines)
+            self._out.write(text.encode(self._encoding, "replace"))
+
+    def _check_end(self, rank: _Rank) -> None:
+        returncode = rank.poll()
+        if returncode is None:
+            return
+        self._drain(rank)
+        first_failure = not any(other.end and other.end.returncode for other in self._ranks)
+        rank.end = failure.RankEnd(
+            rank=rank.plan.rank,
+            host=self._plan.host,
+            returncode=returncode,
+            time=time.time(),
+            log_path=rank.plan.log_path,
+            record=failure.read_error_record(rank.plan.error_path) if returncode else None,
+            ended_by_launcher=rank.told_to_end,
+        )
+        if returncode and first_failure:
+            self._passed_on = self._stop_signal
+            others = sum(other.alive for other in self._ranks)
+            if others and self._stop_signal is None:
+                self._note(
+                    f"rank {rank.plan.rank} failed ({failure.describe(returncode)}); the other ranks "
+                    f"({others} running) get {self._plan.grace_s:g} s to end by themselves"
+                )
+                self._term_at = min(self._term_at, time.monotonic() + self._plan.grace_s)
+
+    # Ending
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        if number in (signal.SIGINT, signal.SIGTERM):
+            if self._stop_signal is not None:
+                self._note(f"{number.name} after {self._stop_signal.name}: killing all ranks")
+                self._kill_all()
+                return
+            self._stop_signal = number
+            self._note(
+                f"{number.name}: passed on to the ranks, which have {self._plan.grace_s:g} s to end; "
+                "a second one kills them"
+            )
+            deadline = time.monotonic() + self._plan.grace_s
+            if number == signal.SIGTERM:  # they have had theirs
+                self._kill_at = min(self._kill_at, deadline)
+            else:
+                self._term_at = min(self._term_at, deadline)
+        else:
+            self._note(f"{number.name}: passed on to the ranks")
+        # Only the ranks themselves: their helpers (of data loaders, say) would die of it.
+        for rank in self._ranks:
+            rank.signal(number, group=False)
+
+    def _end_all(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            rank.told_to_end = rank.told_to_end or rank.alive
+            rank.signal(number, group=True)
+        alive = [str(rank.plan.rank) for rank in self._ranks if rank.alive]
+        if alive:
+            self._note(f"{number.name} to rank{'s' * (len(alive) > 1)} {', '.join(alive)}")
+
+    def _kill_all(self) -> None:
+        self._end_all(signal.SIGKILL)
+        self._term_at = self._kill_at = _NEVER
+        self._give_up_at = time.monotonic() + _KILL_DEADLINE_S
+
+    def _has_leftovers(self, now: float) -> bool:
+        """Whether ended ranks left processes in their groups; if so they are ended after a moment."""
+        members = _group_members({rank.process.pid for rank in self._ranks if rank.process is not None})
+        if members and self._leftovers_since is None:
+            self._leftovers_since = now
+        waited = 0.0 if self._leftovers_since is None else now - self._leftovers_since
+        if members and waited >= _LEFTOVER_PATIENCE_S and not self._leftovers_told:
+            self._leftovers_told = True
+            self._term_at = min(self._term_at, now)
+            self._kill_at = min(self._kill_at, now + TERM_GRACE_S)
+            self._note(
+                "the ranks have ended but left processes behind, which are ended now: "
+                + ", ".join(map(str, members))
+            )
+        return bool(members)
+
+    def _give_up(self) -> None:
+        """SIGKILL did not end a process: it hangs in the kernel, and waiting longer would not help."""
+        for rank in self._ranks:
+            if rank.alive:
+                assert rank.process is not None
+                self._note(
+                    f"rank {rank.plan.rank} (process {rank.process.pid}) does not end after SIGKILL: "
+                    "it hangs in the kernel (a device driver or a network file system)"
+                )
+                rank.end = failure.RankEnd(
+                    rank=rank.plan.rank,
+                    host=self._plan.host,
+                    returncode=-signal.SIGKILL,
+                    time=time.time(),
+                    log_path=rank.plan.log_path,
+                    ended_by_launcher=True,
+                )
+
+    def conclude(self) -> int:
+        """Shows the rest of the output, tells the first failure, and returns the exit code."""
+        for rank in self._ranks:
+            self._drain(rank)
+            self._close_pipe(rank)
+        self._out.drain(_SCREEN_DEADLINE_S)
+        self._tell_output_errors()
+        for rank in self._ranks:
+            if rank.log.lost_bytes:
+                self._note(
+                    f"{rank.log.lost_bytes} bytes of rank {rank.plan.rank}'s output are missing in "
+                    f"{rank.log.path}"
+                )
+        if self._out.dropped_bytes:
+            self._note(
+                f"{self._out.dropped_bytes} bytes were not shown because nobody read them; "
+                f"the logs in {self._plan.log_dir} are complete"
+            )
+        ends = [rank.end for rank in self._ranks if rank.end is not None]
+        for line in failure.report(ends, self._passed_on):
+            self._note(line)
+        first = failure.primary(ends)
+        return 0 if first is None else failure.exit_code(first.returncode)
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            if rank.alive:  # only after an error of the launcher itself
+                rank.signal(signal.SIGKILL, group=True)
+            self._close_pipe(rank)
+            rank.log.close()
+            if rank.process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(timeout=_KILL_DEADLINE_S if rank.alive else 0)
+        self._err.drain(_SCREEN_DEADLINE_S)
+
+    # Telling
+
+    def _note(self, text: str) -> None:
+        encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+        self._err.write(f"odc-launch: {text}\n".encode(encoding, "replace"))
+
+    def _tell_output_errors(self) -> None:
+        for rank in self._ranks:
+            if rank.log.error is not None and not rank.log_error_told:
+                rank.log_error_told = True
+                self._note(
+                    f"cannot write {rank.log.path}: {rank.log.error.strerror}; training goes on, "
+                    "output is lost from the log until there is room"
+                )
+        if self._out.error is not None and not self._out_error_told:
+            self._out_error_told = True
+            self._note(
+                f"cannot write to stdout: {self._out.error.strerror}; training goes on, "
+                f"see the logs in {self._plan.log_dir}"
+            )
+
+
+class _ChildSetup:
+    """Runs in the child between fork and exec."""
+
+    def __init__(self, caught: frozenset[signal.Signals]) -> None:
+        self._caught = caught
+        self._launcher = os.getpid()
+        self._libc = ctypes.CDLL(None)
+
+    def __call__(self) -> None:
+        self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != self._launcher:  # it died before the line above
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        for number in self._caught:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._caught)
+
+
+@contextlib.contextmanager
+def _caught_signals(
+    wanted: tuple[signal.Signals, ...],
+) -> Iterator[tuple[frozenset[signal.Signals], int]]:
+    """Turns signals into bytes on a pipe; yields the signals that are caught and the pipe's read end.
+
+    INT and HUP stay ignored where they are at the start: that is how nohup and a shell's background jobs
+    ask for it.
+    """
+    caught = {
+        number
+        for number in wanted
+        if not (number in (signal.SIGINT, signal.SIGHUP) and signal.getsignal(number) == signal.SIG_IGN)
+    }
+    caught.add(signal.SIGCHLD)
+    read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    old_wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, _do_nothing) for number in caught}
+    old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+    try:
+        yield frozenset(caught), read_end
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(old_wakeup)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """The byte on the wakeup pipe is what counts."""
+
+
+def _open_logs(plan: LaunchPlan) -> list[_Rank]:
+    """Opens every log before anything is started, and removes error files of an earlier launch."""
+    ranks: list[_Rank] = []
+    path = plan.log_dir
+    try:
+        os.makedirs(plan.log_dir, exist_ok=True)
+        for rank in plan.ranks:
+            path = rank.error_path
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            path = rank.log_path
+            ranks.append(_Rank(rank, LogFile(path)))
+    except OSError as error:
+        for opened in ranks:
+            opened.log.close()
+        raise ConfigError(
+            f"cannot write logs: {path}: {error.strerror}; choose another folder with --log-dir"
+        ) from error
+    return ranks
+
+
+def _group_members(groups: set[int]) -> list[int]:
+    """Process ids of the living members of process groups."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            stat = (entry / "stat").read_bytes()
+        except OSError:
+            continue
+        # After the command's name in brackets, which may contain anything: state, parent, group.
+        state, _, group = stat.rpartition(b")")[2].split()[:3]
+        if int(group) in groups and state not in (b"Z", b"X"):
+            members.append(int(entry.name))
+    return sorted(members)
+
+
+def _fileno(stream: object) -> int | None:
+    try:
+        return int(stream.fileno())  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return None
