@@ -341,7 +341,7 @@ def _lb_micro(weights: npt.NDArray[np.int64], limits: _Limits, num_ranks: int) -
 
 
 def _balanced_groups(weights: npt.NDArray[np.int64], limits: _Limits, count: int) -> list[Group] | None:
-    """Exactly ``count`` micro-batches of similar cost (heaviest sample first, into the lightest one with room).
+    """Exactly ``count`` micro-batches of similar cost (heaviest sample first, into the lightest with room).
 
     Returns None where a sample fits into none of them.
     """

@@ -1,0 +1,9 @@
+"""Data: tokenised samples on disk, packed micro-batches, and the loader of a rank's share of minibatches."""
+
+from __future__ import annotations
+
+from odcengine.data.batch import IGNORE_INDEX, MicroBatch, pack_samples
+from odcengine.data.dataset import TokenDataset
+from odcengine.data.loader import Minibatch, MinibatchLoader
+
+__all__ = ["IGNORE_INDEX", "MicroBatch", "Minibatch", "MinibatchLoader", "TokenDataset", "pack_samples"]

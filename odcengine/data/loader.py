@@ -1,0 +1,444 @@
+"""The loader: cuts a data set into minibatches and gives every rank its micro-batches of each.
+
+Which samples form a minibatch depends on seed, epoch and ``train_batch_size`` only, not on the number of
+ranks, the strategy or the limits. Who computes which of them is the plan's matter (``odcengine.balance``).
+Both are pure functions that every rank evaluates for itself; the loader communicates nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, Plan, make_plan
+from odcengine.data.batch import num_targets_of, pack_samples, truncate_sample
+from odcengine.errors import ConfigError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_TOO_LONG = ("error", "truncate", "skip")
+
+
+class MapDataset(Protocol):
+    """What the loader needs of a data set: a length, and samples by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Minibatch:
+    """One rank's share of the samples of one optimizer step: an iterable of micro-batches.
+
+    ``len(minibatch)`` is the number of micro-batches that iterating gives on this rank; other ranks may have
+    more or fewer, also none. Each iteration reads the samples anew, so it can be repeated.
+
+    Args:
+        plan: the plan of all ranks; its positions index ``sample_ids``.
+        rank: this rank.
+        sample_ids: data set indices of the samples of all ranks.
+        index: number of this minibatch within its epoch.
+        epoch: the epoch.
+        num_targets_global: positions with a target over the samples of all ranks, or None where the data
+            set does not tell (then it has to be counted while working, and agreed on).
+        num_samples_without_targets: samples, over all ranks, that have nothing to learn; None as above.
+        load: makes a micro-batch from data set indices.
+        run_empty: also give a dummy for every empty micro-batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rank: int,
+        sample_ids: tuple[int, ...],
+        index: int,
+        epoch: int,
+        num_targets_global: int | None,
+        num_samples_without_targets: int | None,
+        load: Callable[[tuple[int, ...]], Any],
+        run_empty: bool,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.sample_ids = sample_ids
+        self.index = index
+        self.epoch = epoch
+        self.num_targets_global = num_targets_global
+        self.num_samples_without_targets = num_samples_without_targets
+        self._load = load
+        self._groups = tuple(group for group in plan.micro_batches[rank] if group or run_empty)
+        self._handed_out: tuple[int, ...] | None = None
+
+    @property
+    def num_samples_global(self) -> int:
+        """Number of samples over all ranks."""
+        return len(self.sample_ids)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the micro-batch given last stands for an empty one: its loss must not count.
+
+        A packed dummy (:class:`~odcengine.data.MicroBatch` without samples) has no targets, so its summed
+        loss is 0 anyway. The dummy of a ``collate_fn`` of the user's is the minibatch's first sample; whoever
+        runs it multiplies its loss by 0.
+        """
+        return self._handed_out == ()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Any]:
+        for group in self._groups:
+            self._handed_out = group
+            yield self._load(tuple(self.sample_ids[position] for position in group))
+        self._handed_out = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Minibatch(epoch={self.epoch}, index={self.index}, rank={self.rank}, "
+            f"micro_batches={len(self)}, samples={self.num_samples_global})"
+        )
+
+
+class MinibatchLoader:
+    """Iterates over the minibatches of an epoch, the same number on every rank.
+
+    ``for minibatch in loader`` runs from the present position to the end of the epoch and then stands at
+    the start of the next one. A loop that was left early goes on behind the last minibatch it got, so that
+    no sample is used twice; :meth:`set_epoch` starts another epoch.
+
+    The samples are dictionaries with ``input_ids`` and ``labels`` or ``loss_mask``, which are packed (see
+    :func:`~odcengine.data.pack_samples`), or anything else: then ``collate_fn`` makes the micro-batch
+    (torch's ``default_collate`` if None).
+
+    The length of a sample is, in this order: ``length_fn(sample)``; the data set's attribute ``lengths``;
+    the number of its ``input_ids``; 1. The first and the third read the whole data set once. The number of
+    targets of a sample is the data set's attribute ``num_targets``, or is counted where the ``input_ids``
+    are; it lets every rank know the global count of a minibatch beforehand.
+
+    Attributes: ``lengths`` (int64, of each sample, after truncation), ``num_targets`` (int64, positions with
+    a target of each sample, or None where unknown), ``epoch`` and ``index`` (the minibatch that iterating
+    gives next), and the arguments under their names.
+
+    Args:
+        dataset: map-style data set (``len`` and indexing).
+        train_batch_size: samples in a minibatch, over all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        strategy: ``local_sort``, ``lb_micro`` or ``lb_mini`` (``odcengine.balance``).
+        max_tokens: limit of tokens in a micro-batch (of the sum of lengths); None for no limit.
+        max_samples: limit of samples in a micro-batch; None for no limit.
+        seed: of the order of samples.
+        shuffle: a new order every epoch; else the data set's order.
+        drop_last: leave out an epoch's last minibatch if it is short; else it counts fully.
+        cost: costs of sequences from their lengths; :meth:`odcengine.balance.CostModel.default` if None.
+        too_long: what to do with samples longer than ``max_tokens``: ``error``, ``truncate`` (only samples
+            that the loader packs itself) or ``skip``.
+        length_fn: length of a sample.
+        collate_fn: makes a micro-batch from a list of samples.
+        pad_to_multiple_of: length of packed rows (see :func:`~odcengine.data.pack_samples`).
+        run_empty: give a dummy for every empty micro-batch of a plan, so that all ranks run the same number
+            of forwards; needed where communication is collective or in lock-step, waste elsewhere.
+
+    Raises:
+        ConfigError: an argument out of range, an empty data set, a sample over the limit.
+        UsageError: a data set that is not map-style, or lengths that do not fit it.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        train_batch_size: int,
+        rank: int,
+        world_size: int,
+        strategy: str,
+        max_tokens: int | None,
+        max_samples: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        cost: Costs | None = None,
+        too_long: str = "error",
+        length_fn: Callable[[Any], int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pad_to_multiple_of: int = 1,
+        run_empty: bool = True,
+    ) -> None:
+        _check_arguments(
+            dataset,
+            strategy=strategy,
+            too_long=too_long,
+            at_least_one={
+                "train_batch_size": train_batch_size,
+                "world_size": world_size,
+                "max_tokens": max_tokens,
+                "max_samples": max_samples,
+                "pad_to_multiple_of": pad_to_multiple_of,
+            },
+        )
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"data: rank {rank} is not in 0 to {world_size - 1}")
+        self.dataset = dataset
+        self.train_batch_size = train_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.strategy = strategy
+        self.max_tokens = max_tokens
+        self.max_samples = max_samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.cost = cost
+        self.collate_fn = collate_fn
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
+        self._packs = collate_fn is None and _is_token_sample(dataset[0])
+        self.lengths, self.num_targets = _measure(dataset, length_fn, self._packs)
+        self._truncated: frozenset[int] = frozenset()
+        self._usable = np.arange(len(self.lengths))
+        self._handle_too_long(too_long)
+        self.epoch = 0
+        self.index = 0
+        self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
+        if len(self) == 0:
+            raise ConfigError(
+                f"data: {len(self._usable)} samples are less than train_batch_size {train_batch_size}, and "
+                "drop_last leaves out the short minibatch: nothing to train on; set drop_last to false"
+            )
+
+    def __len__(self) -> int:
+        """Minibatches of a whole epoch."""
+        full, rest = divmod(len(self._usable), self.train_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Minibatch]:
+        while self.index < len(self):
+            # Counted when it is handed out: state is saved after the step that uses it.
+            self.index += 1
+            yield self.minibatch(self.index - 1)
+        self.epoch += 1
+        self.index = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue at the start of an epoch; at the present position if it is the present epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+        """
+        if epoch < 0:
+            raise UsageError(f"set_epoch: epoch is {epoch}, but must not be negative")
+        self._go_to_next_epoch_at_end()
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.index = 0
+
+    def minibatch(self, index: int, epoch: int | None = None) -> Minibatch:
+        """Any minibatch by its number, without moving the position; for replay and planning.
+
+        Args:
+            index: number within the epoch, 0 to ``len(loader) - 1``.
+            epoch: the epoch; the present one if None.
+        """
+        if not 0 <= index < len(self):
+            raise UsageError(f"minibatch {index} of an epoch of {len(self)}")
+        epoch = self.epoch if epoch is None else epoch
+        start = index * self.train_batch_size
+        samples = self._order(epoch)[start : start + self.train_batch_size]
+        plan = make_plan(
+            self.lengths[samples].tolist(),
+            num_ranks=self.world_size,
+            strategy=self.strategy,
+            max_tokens=self.max_tokens,
+            max_samples=self.max_samples,
+            cost=self.cost,
+        )
+        targets = None if self.num_targets is None else self.num_targets[samples]
+        ids = tuple(samples.tolist())
+        return Minibatch(
+            plan=plan,
+            rank=self.rank,
+            sample_ids=ids,
+            index=index,
+            epoch=epoch,
+            num_targets_global=None if targets is None else int(targets.sum()),
+            num_samples_without_targets=None if targets is None else int((targets == 0).sum()),
+            load=lambda group: self._load(group, stand_in=ids[0]),
+            run_empty=self.run_empty,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, to be saved between a step and the next minibatch.
+
+        A minibatch counts as used as soon as it was handed out. The position does not depend on the number of
+        ranks, so another number may load it.
+        """
+        at_end = self.index >= len(self)
+        return {
+            "epoch": self.epoch + at_end,
+            "index": 0 if at_end else self.index,
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position.
+
+        Raises:
+            UsageError: the position belongs to another data set, batch size, seed or order: samples would be
+                repeated or lost. Names each difference.
+        """
+        wrong = [
+            f"{name} was {state.get(name)!r}, is {value!r}"
+            for name, value in self._identity().items()
+            if state.get(name) != value
+        ]
+        if wrong:
+            raise UsageError(f"the saved data position does not fit this loader: {'; '.join(wrong)}")
+        self.epoch = int(state["epoch"])
+        self.index = int(state["index"])
+
+    def _identity(self) -> dict[str, Any]:
+        """What has to be equal for a position to mean the same samples."""
+        return {
+            "num_samples": len(self._usable),
+            "train_batch_size": self.train_batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def _go_to_next_epoch_at_end(self) -> None:
+        # A loop that was left after the last minibatch has not seen the end of the epoch.
+        if self.index >= len(self):
+            self.epoch += 1
+            self.index = 0
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Data set indices in the order of an epoch; kept for the last epoch asked for."""
+        if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:
+            order = self._usable
+            if self.shuffle:
+                # Sorting raw bits: of numpy's generators only the raw stream is the same in every version.
+                bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(order))
+                order = order[np.argsort(bits, kind="stable")]
+            self._order_of_epoch = (epoch, order)
+        return self._order_of_epoch[1]
+
+    def _load(self, sample_ids: tuple[int, ...], stand_in: int) -> Any:
+        """The micro-batch of some samples; a dummy for none."""
+        if self._packs:
+            samples = [self._sample(index) for index in sample_ids]
+            batch = pack_samples(samples, sample_ids=sample_ids, pad_to_multiple_of=self.pad_to_multiple_of)
+            if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
+                raise UsageError(
+                    f"samples {list(sample_ids)} have {batch.num_tokens} tokens together instead of "
+                    f"{self.lengths[list(sample_ids)].sum()}, more than the {self.max_tokens} of a "
+                    "micro-batch; correct the data set's attribute lengths, or length_fn"
+                )
+            return batch
+        samples = [self._sample(index) for index in sample_ids or (stand_in,)]
+        collate = self.collate_fn or torch.utils.data.default_collate
+        return collate(samples)
+
+    def _sample(self, index: int) -> Any:
+        sample = self.dataset[index]
+        if index in self._truncated:
+            return truncate_sample(sample, int(self.lengths[index]))
+        return sample
+
+    def _handle_too_long(self, too_long: str) -> None:
+        if self.max_tokens is None:
+            return
+        over = np.flatnonzero(self.lengths > self.max_tokens)
+        if not len(over):
+            return
+        first = int(over[0])
+        what = (
+            f"{len(over)} of {len(self.lengths)} samples are longer than the {self.max_tokens} tokens of a "
+            f"micro-batch; the first is sample {first} with {self.lengths[first]} tokens"
+        )
+        if too_long == "error":
+            raise ConfigError(
+                f"data: {what}; raise the limit to {self.lengths.max()}, or choose to truncate or skip them"
+            )
+        logger.warning("data: %s; too_long is %s", what, too_long)
+        if too_long == "skip":
+            self._usable = np.flatnonzero(self.lengths <= self.max_tokens)
+            if not len(self._usable):
+                raise ConfigError(f"data: {what}, and nothing is left when they are skipped")
+            return
+        if not self._packs:
+            raise ConfigError(
+                f"data: {what}; only samples with input_ids that the loader packs itself can be truncated; "
+                "choose error or skip, or truncate them in the data set"
+            )
+        self._truncated = frozenset(over.tolist())
+        self.lengths = np.minimum(self.lengths, self.max_tokens)
+        if self.num_targets is not None:
+            self.num_targets = self.num_targets.copy()
+            for index in over.tolist():
+                self.num_targets[index] = num_targets_of(self._sample(index), index)
+
+
+def _check_arguments(
+    dataset: MapDataset, *, strategy: str, too_long: str, at_least_one: dict[str, int | None]
+) -> None:
+    if not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
+        raise UsageError(
+            f"the data set is a {type(dataset).__name__}; the loader needs a map-style data set, with "
+            "__len__ and __getitem__, as the order and the plans need every length beforehand"
+        )
+    problems = [
+        f"data: {name} is {value}, but must be at least 1"
+        for name, value in at_least_one.items()
+        if value is not None and value < 1
+    ]
+    if strategy not in STRATEGIES:
+        problems.append(f"balance: strategy {strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+    if too_long not in _TOO_LONG:
+        problems.append(f"data: too_long is {too_long!r}; choose one of {', '.join(_TOO_LONG)}")
+    if len(dataset) == 0:
+        problems.append("data: the data set has no samples")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _is_token_sample(sample: Any) -> bool:
+    return isinstance(sample, Mapping) and "input_ids" in sample
+
+
+def _measure(
+    dataset: MapDataset, length_fn: Callable[[Any], int] | None, packs: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+    """Length of each sample, and its number of targets where that can be known."""
+    lengths: Any = getattr(dataset, "lengths", None)
+    num_targets: Any = getattr(dataset, "num_targets", None)
+    if length_fn is not None:
+        lengths = [length_fn(dataset[index]) for index in range(len(dataset))]
+    elif lengths is None and packs:
+        lengths, counted = [], []
+        for index in range(len(dataset)):
+            sample = dataset[index]
+            counted.append(num_targets_of(sample, index))
+            lengths.append(len(sample["input_ids"]))
+        num_targets = counted if num_targets is None else num_targets
+    elif lengths is None:
+        lengths = np.ones(len(dataset), dtype=np.int64)
+    lengths = _one_per_sample(dataset, "lengths", lengths)
+    if lengths.min() < 1:
+        index = int(np.argmin(lengths))
+        raise UsageError(f"sample {index} has length {lengths[index]}, but must have at least 1")
+    return lengths, None if num_targets is None else _one_per_sample(dataset, "num_targets", num_targets)
+
+
+def _one_per_sample(dataset: MapDataset, name: str, values: Any) -> npt.NDArray[np.int64]:
+    array = np.asarray(values, dtype=np.int64)
+    if array.shape != (len(dataset),):
+        raise UsageError(f"the data set has {len(dataset)} samples, but {name} of shape {list(array.shape)}")
+    return array
