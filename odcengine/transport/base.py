@@ -187,7 +187,7 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> None:
+    def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
         """Add into a peer's window; atomic with respect to all other pushes.
 
         Args:
@@ -197,10 +197,13 @@ class Transport(abc.ABC):
             source: 1-D, any floating dtype; converted to the window's dtype before it is added.
             offset: first element in the row.
 
+        Returns:
+            Seconds waited for other ranks, where the host waits; 0.0 else.
+
         Completes: as :meth:`pull`; ``source`` may be reused then. The owner sees it after ``barrier``.
         """
 
-    def gather(self, window: Window, out: torch.Tensor, epoch: int) -> None:
+    def gather(self, window: Window, out: torch.Tensor, epoch: int) -> float:
         """Pull every shard of the window but this rank's own.
 
         Waits for flag B of each owner before the first read of its window.
@@ -210,33 +213,43 @@ class Transport(abc.ABC):
             out: ``[W, n]`` contiguous, of the window's dtype; row r receives shard r. The caller has put this
                 rank's own shard in place.
             epoch: epoch whose parameters are wanted.
+
+        Returns:
+            Seconds waited for other ranks, where the host waits; 0.0 else.
         """
+        waited = 0.0
         own = self.grid.shards[self.grid.node][self.grid.local]
         for peer in self.grid.visits():
-            self.wait_published(peer, epoch)
+            waited += self.wait_published(peer, epoch)
             for node, row in enumerate(self.grid.shards):
                 if row[peer] != own:
                     self.pull(window, peer, node, out[row[peer]])
+        return waited
 
-    def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> None:
+    def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:
         """Push every row of ``source`` to the owner of its shard, this rank's own shard included.
 
         Args:
             window: the window.
             source: ``[W, k]`` with contiguous rows, any floating dtype; row r goes to shard r.
             offset: first element in each shard.
+
+        Returns:
+            Seconds waited for other ranks, where the host waits; 0.0 else.
         """
+        waited = 0.0
         for peer in self.grid.visits():
             for node, row in enumerate(self.grid.shards):
-                self.push_add(window, peer, node, source[row[peer]], offset)
+                waited += self.push_add(window, peer, node, source[row[peer]], offset)
+        return waited
 
     @abc.abstractmethod
     def signal_published(self, epoch: int) -> None:
         """Raise this rank's flag B: its window holds ``epoch``'s parameters, its accumulator is empty."""
 
     @abc.abstractmethod
-    def wait_published(self, peer: int, epoch: int) -> None:
-        """Wait for a peer's flag B of ``epoch`` or later; cheap once it was seen."""
+    def wait_published(self, peer: int, epoch: int) -> float:
+        """Wait for a peer's flag B of ``epoch`` or later, cheap once it was seen; returns seconds waited."""
 
     @abc.abstractmethod
     def barrier(self, meeting: Meeting, number: int = 0) -> float:

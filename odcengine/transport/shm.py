@@ -85,28 +85,29 @@ class ShmTransport(Transport):
         self.traffic.num_pulls += 1
         self.traffic.pulled_bytes += out.numel() * out.element_size()
 
-    def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> None:
-        lock = self._lock_number(window, peer)
-        self.control.lock(lock, self._describe(window, peer))
+    def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
+        waited = self.control.lock(self._lock_number(window, peer), self._describe(window, peer))
         try:
             self._add(window, peer, node, source, offset)
         finally:
-            self.control.unlock(lock)
+            self.control.unlock(self._lock_number(window, peer))
+        return waited
 
-    def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> None:
-        waiting = list(self.grid.visits())
-        while waiting:
+    def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:
+        waited, left = 0.0, list(self.grid.visits())
+        while left:
             # Owners whose lock is free come first; wait only where all that are left are busy.
-            peer = next((p for p in waiting if self.control.try_lock(self._lock_number(window, p))), None)
+            peer = next((p for p in left if self.control.try_lock(self._lock_number(window, p))), None)
             if peer is None:
-                peer = waiting[0]
-                self.control.lock(self._lock_number(window, peer), self._describe(window, peer))
+                peer = left[0]
+                waited += self.control.lock(self._lock_number(window, peer), self._describe(window, peer))
             try:
                 for node, row in enumerate(self.grid.shards):
                     self._add(window, peer, node, source[row[peer]], offset)
             finally:
                 self.control.unlock(self._lock_number(window, peer))
-            waiting.remove(peer)
+            left.remove(peer)
+        return waited
 
     def _add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int) -> None:
         self._views[window.index][peer][node][offset : offset + source.numel()].add_(source)
@@ -122,10 +123,12 @@ class ShmTransport(Transport):
     def signal_published(self, epoch: int) -> None:
         self.control.set_epoch(epoch)
 
-    def wait_published(self, peer: int, epoch: int) -> None:
-        if self._seen_epochs[peer] < epoch:
-            self.control.wait_epoch(peer, epoch)
-            self._seen_epochs[peer] = epoch
+    def wait_published(self, peer: int, epoch: int) -> float:
+        if self._seen_epochs[peer] >= epoch:
+            return 0.0
+        waited = self.control.wait_epoch(peer, epoch)
+        self._seen_epochs[peer] = epoch
+        return waited
 
     def barrier(self, meeting: Meeting, number: int = 0) -> float:
         return self.control.barrier(meeting, number)

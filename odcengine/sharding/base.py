@@ -1,0 +1,146 @@
+"""What the engine needs of a sharded model, whatever moves its parameters and gradients."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from odcengine.errors import UsageError
+from odcengine.sharding.layout import ParamEntry, ParamGroup
+
+
+class Changed(enum.Enum):
+    """Which parameters may differ from the published ones."""
+
+    NONE = "none"
+    TRAINABLE = "trainable"
+    ALL = "all"
+
+    def of(self, group: ParamGroup) -> list[ParamEntry]:
+        """Those parameters of ``group``."""
+        if self is Changed.NONE:
+            return []
+        return group.trainable if self is Changed.TRAINABLE else group.entries
+
+
+@dataclass
+class Blocked:
+    """Seconds this rank spent inside communication since the start of the minibatch.
+
+    Attributes:
+        gather_s: getting parameters, waiting included.
+        push_s: handing over gradients, waiting included.
+        wait_s: the part of both that was spent waiting for other ranks (flags, lock-step barriers); for
+            collectives waiting and moving data cannot be told apart, so all of it.
+        num_gathers: groups of parameters fetched.
+        num_pushes: gradients of a group handed over.
+    """
+
+    gather_s: float = 0.0
+    push_s: float = 0.0
+    wait_s: float = 0.0
+    num_gathers: int = 0
+    num_pushes: int = 0
+
+
+class Sharding(abc.ABC):
+    """A model sharded by FSDP2, seen from the minibatch's boundary.
+
+    Order of calls in a minibatch: ``begin``, any number of forwards and backwards, the engine's barrier A,
+    ``collect``, ``expose``, the optimizer's step, ``release``, ``publish``.
+
+    Args:
+        model: the sharded model.
+        groups: its groups.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        self.model = model
+        self.groups = list(groups)
+        self.trainable: list[ParamEntry] = [entry for group in groups for entry in group.trainable]
+        self.blocked = Blocked()
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._fsdp_modules:
+            # Gradients are summed and divided once, by the minibatch's count; without the explicit factor
+            # FSDP2 divides the result by the world size. Neither setter is recursive.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+    def reshard(self) -> None:
+        """Drop every full parameter, so that the next use fetches it anew.
+
+        A root that stays full over the optimizer's step would compute with old weights.
+        """
+        for module in self._fsdp_modules:
+            module.reshard()
+
+    def begin(self) -> None:
+        """Start a minibatch.
+
+        Raises:
+            UsageError: a parameter changed since it was published, or was frozen or thawed.
+        """
+        self.blocked = Blocked()
+
+    @abc.abstractmethod
+    def collect(self) -> torch.Tensor:
+        """After barrier A: make the sums of this rank's shard ready. Collective between nodes.
+
+        Returns:
+            The squared 2-norm of this rank's shard of the gradient sum, float64 scalar on the CPU.
+        """
+
+    @abc.abstractmethod
+    def used(self) -> torch.Tensor:
+        """Which trainable parameters got a gradient here: float64 of 0 and 1, ``[len(trainable)]``."""
+
+    @abc.abstractmethod
+    def expose(self, used: torch.Tensor, scale: float) -> None:
+        """Set ``.grad`` of every trainable parameter to its gradient sum times ``scale``.
+
+        Args:
+            used: bool ``[len(trainable)]``; parameters that no rank used get None, on all ranks alike.
+            scale: one over the minibatch's count, times the clipping coefficient.
+        """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Drop all gradients and empty the accumulators; ``.grad`` is None afterwards."""
+
+    @abc.abstractmethod
+    def publish(self, which: Changed) -> None:
+        """Make this rank's current parameters the ones that others fetch from now on.
+
+        The caller has seen to it that no rank fetches while this runs. Collective between nodes.
+
+        Args:
+            which: the parameters that may have changed; equal on all ranks.
+        """
+
+    def close(self) -> None:
+        """Let go of windows' views. The model keeps its sharded parameters."""
+        self.groups.clear()
+        self.trainable.clear()
+
+    def changed(self, versions: dict[int, int]) -> Iterator[ParamEntry]:
+        """Parameters whose data changed since ``versions`` was taken (in-place writes only)."""
+        for group in self.groups:
+            for entry in group.entries:
+                if versions.get(id(entry.param)) != entry.param._version:
+                    yield entry
+
+    def _check_frozen(self) -> None:
+        for group in self.groups:
+            for entry in group.entries:
+                if entry.param.requires_grad != (entry.grad_offset is not None):
+                    state = "thawed" if entry.param.requires_grad else "frozen"
+                    raise UsageError(
+                        f"parameter {entry.name} was {state} after odcengine.initialize; the windows are "
+                        "laid out for what was trainable then. Set requires_grad before initialize"
+                    )

@@ -1,0 +1,132 @@
+"""FSDP2 with its own collectives, timed: the baseline, and what a single rank uses.
+
+Every gather and reduce meets all ranks, so all must run the same micro-batches through the same modules.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from odcengine.control import ControlBlock
+from odcengine.sharding.base import Changed, Sharding
+from odcengine.sharding.layout import AllGather, ParamEntry, ParamGroup, ReduceScatter
+
+
+class CollectiveSharding(Sharding):
+    """FSDP2 as it is; gradients accumulate in ``.grad`` of each shard.
+
+    Args:
+        model: model that ``fully_shard`` has sharded over all ranks.
+        groups: from ``find_groups``.
+        control: the node's control block.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup], control: ControlBlock) -> None:
+        super().__init__(model, groups)
+        self.control = control
+        if control.topology.world_size > 1:  # else FSDP2 calls no hook
+            for group in self.groups:
+                group.module.set_custom_all_gather(_TimedAllGather(self))
+                group.module.set_custom_reduce_scatter(_TimedReduceScatter(self))
+
+    def begin(self) -> None:
+        super().begin()
+        self._check_frozen()
+
+    @torch.no_grad()
+    def collect(self) -> torch.Tensor:
+        self.reshard()
+        total = torch.zeros((), dtype=torch.float64)
+        for _, gradient in self._gradients():
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu().square()
+        return total
+
+    def _gradients(self) -> Iterator[tuple[ParamEntry, torch.Tensor]]:
+        for entry in self.trainable:
+            gradient = entry.param.grad
+            if isinstance(gradient, DTensor):
+                yield entry, gradient.to_local()
+
+    def used(self) -> torch.Tensor:
+        flags = [entry.param.grad is not None for entry in self.trainable]
+        return torch.tensor(flags, dtype=torch.float64)
+
+    @torch.no_grad()
+    def expose(self, used: torch.Tensor, scale: float) -> None:
+        for _, gradient in self._gradients():
+            gradient.mul_(scale)
+        for entry, flag in zip(self.trainable, used.tolist(), strict=True):
+            if flag and entry.param.grad is None:  # another rank's micro-batch used it
+                entry.param.grad = torch.zeros_like(entry.param)
+
+    def release(self) -> None:
+        for entry in self.trainable:
+            entry.param.grad = None
+
+    def publish(self, which: Changed) -> None:
+        self.reshard()
+
+
+class _TimedAllGather(AllGather):
+    def __init__(self, sharding: CollectiveSharding) -> None:
+        self._sharding = sharding
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        start = time.perf_counter()
+        self._sharding.control.check()
+        work: dist.Work | None = dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        self._sharding.control.beat()
+        seconds, blocked = time.perf_counter() - start, self._sharding.blocked
+        blocked.num_gathers += 1
+        blocked.gather_s += seconds
+        blocked.wait_s += seconds
+        return work
+
+
+class _TimedReduceScatter(ReduceScatter):
+    def __init__(self, sharding: CollectiveSharding) -> None:
+        self._sharding = sharding
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        start = time.perf_counter()
+        self._sharding.control.check()
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        self._sharding.control.beat()
+        seconds, blocked = time.perf_counter() - start, self._sharding.blocked
+        blocked.num_pushes += 1
+        blocked.push_s += seconds
+        blocked.wait_s += seconds
+        return work

@@ -1,0 +1,349 @@
+"""FSDP2 on demand: its public hooks pull parameters and push gradients with one-sided operations.
+
+Within a minibatch no rank waits for another: a group's parameters are read from their owners' windows when
+this rank needs them, and its gradients are added into the owners' accumulators when this rank has them. See
+``docs/protocol.md`` for why one barrier and one flag a minibatch are enough.
+
+With several nodes (two-level windows) the window on local rank l holds the shards of all ranks with local
+index l, one of each node, so that nothing crosses a node boundary inside a minibatch; ``publish`` and
+``collect`` exchange them between nodes once a minibatch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from odcengine.control import ControlBlock, Meeting
+from odcengine.errors import OdcError, UsageError
+from odcengine.sharding.base import Changed, Sharding
+from odcengine.sharding.layout import (
+    AllGather,
+    ParamEntry,
+    ParamGroup,
+    ReduceScatter,
+    prove_layout,
+    write_shard,
+)
+from odcengine.transport.base import Transport, Window, WindowPlan, WindowSpec
+
+
+def plan_windows(groups: Sequence[ParamGroup], num_nodes: int) -> WindowPlan:
+    """Lay out the windows of a model: for each group one of parameters and one accumulator.
+
+    Args:
+        groups: the model's groups.
+        num_nodes: M; 1 for full sharding.
+
+    Returns:
+        The plan: ``[M, bytes]`` uint8 and ``[M, elements]`` of the accumulator's dtype for each group. The
+        accumulator has fp32, or fp64 where a trainable parameter has.
+    """
+    specs = []
+    for group in groups:
+        specs.append(WindowSpec(f"parameters of {group.label}", (num_nodes, group.nbytes), torch.uint8))
+        specs.append(
+            WindowSpec(
+                f"accumulator of {group.label}", (num_nodes, group.grad_numel), accumulator_dtype(group)
+            )
+        )
+    return WindowPlan.of(specs)
+
+
+def accumulator_dtype(group: ParamGroup) -> torch.dtype:
+    """Dtype in which gradients of a group are summed: fp32, fp64 if one of its parameters has fp64."""
+    wide = any(entry.param.dtype == torch.float64 for entry in group.trainable)
+    return torch.float64 if wide else torch.float32
+
+
+class OnDemandSharding(Sharding):
+    """Hooks, windows, publish and collect of one model.
+
+    Args:
+        model: model that ``fully_shard`` has sharded over all ranks, two or more.
+        groups: from ``find_groups``.
+        transport: one-sided access inside the node.
+        control: the node's control block.
+        between_nodes: process group of the ranks with this rank's local index, one a node; None on one node.
+        lockstep: meet all ranks of the node before every gather and push. Only for measuring: it shows what
+            decoupling gives on the same transport. Needs equal programs on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        transport: Transport,
+        control: ControlBlock,
+        *,
+        between_nodes: dist.ProcessGroup | None = None,
+        lockstep: bool = False,
+    ) -> None:
+        super().__init__(model, groups)
+        self.transport = transport
+        self.control = control
+        self.epoch = -1
+        self._lockstep = lockstep
+        self._between_nodes = between_nodes
+        prove_layout(self.groups)
+        windows = transport.allocate(plan_windows(self.groups, transport.grid.num_nodes))
+        self._param_windows: list[Window] = windows[0::2]
+        self._accumulators: list[Window] = windows[1::2]
+        # FSDP2 may order the ranks between nodes otherwise than the grid orders the nodes.
+        column = transport.grid.column
+        self._node_order = [column.index(rank) for rank in sorted(column)]
+        self._versions: dict[int, int] = {}
+        self._sums: list[torch.Tensor] = []
+        self._used = torch.zeros(len(self.trainable), dtype=torch.float64)
+        first = 0
+        for group in self.groups:
+            group.module.set_custom_all_gather(_PullHook(self, group))
+            push = _PushHook(self, group, self._used[first : first + len(group.trainable)])
+            group.module.set_custom_reduce_scatter(push)
+            for position, entry in enumerate(group.trainable):
+                hook = _AccumulateHook(push, position)
+                entry.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            first += len(group.trainable)
+
+    # -- inside a minibatch ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        super().begin()
+        self._check_frozen()
+        stale = next(self.changed(self._versions), None)
+        if stale is not None:
+            raise UsageError(
+                f"parameter {stale.name} was changed after it was published (a load, or a write outside "
+                "engine.step()); other ranks would use its old value. Call engine.publish() on every rank "
+                "after changing parameters"
+            )
+
+    def pull(self, group: ParamGroup, out: torch.Tensor) -> None:
+        """Fill ``out`` (``[W, nbytes]`` uint8, own row in place) with the group's parameters."""
+        start = time.perf_counter()
+        self.control.check()
+        if self._lockstep:
+            self.blocked.wait_s += self.transport.barrier(Meeting.LOCKSTEP_GATHER, group.index)
+        self.blocked.wait_s += self.transport.gather(self._param_windows[group.index], out, self.epoch)
+        self.control.beat()
+        self.blocked.num_gathers += 1
+        self.blocked.gather_s += time.perf_counter() - start
+
+    def push(self, group: ParamGroup, rows: torch.Tensor, offset: int) -> None:
+        """Add ``rows`` (``[W, k]``) into the owners' accumulators, from element ``offset`` of each shard."""
+        start = time.perf_counter()
+        self.control.check()
+        self.blocked.wait_s += self.transport.scatter_add(self._accumulators[group.index], rows, offset)
+        self.control.beat()
+        self.blocked.push_s += time.perf_counter() - start
+
+    def enter_push(self, group: ParamGroup) -> None:
+        """In lock-step, meet all ranks before the group's gradients are handed over."""
+        self.blocked.num_pushes += 1
+        if self._lockstep:
+            waited = self.transport.barrier(Meeting.LOCKSTEP_PUSH, group.index)
+            self.blocked.wait_s += waited
+            self.blocked.push_s += waited
+
+    # -- at the boundary -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def collect(self) -> torch.Tensor:
+        self.reshard()
+        self._sums = self._between_nodes_sums() if self._between_nodes else self._own_rows()
+        total = torch.zeros((), dtype=torch.float64)
+        for flat in self._sums:
+            total += torch.linalg.vector_norm(flat, dtype=torch.float64).cpu().square()
+        return total
+
+    def _own_rows(self) -> list[torch.Tensor]:
+        return [window.local[0] for window in self._accumulators]
+
+    def _between_nodes_sums(self) -> list[torch.Tensor]:
+        sums, works = [], []
+        for window in self._accumulators:
+            rows = window.local if self._in_order() else window.local[self._node_order].contiguous()
+            flat = torch.empty_like(rows[0])
+            sums.append(flat)
+            if flat.numel():
+                work = dist.reduce_scatter_tensor(
+                    flat, rows.reshape(-1), group=self._between_nodes, async_op=True
+                )
+                works.append((work, rows))  # the input lives until the work is done
+        for work, _ in works:
+            self.control.wait_work(work, "the sum of gradients between nodes")
+        return sums
+
+    def _in_order(self) -> bool:
+        return self._node_order == sorted(self._node_order)
+
+    def used(self) -> torch.Tensor:
+        return self._used
+
+    @torch.no_grad()
+    def expose(self, used: torch.Tensor, scale: float) -> None:
+        flags = iter(used.tolist())
+        for group, flat in zip(self.groups, self._sums, strict=True):
+            flat.mul_(scale)
+            for entry in group.trainable:
+                entry.param.grad = self._gradient(entry, flat) if next(flags) else None
+
+    def _gradient(self, entry: ParamEntry, flat: torch.Tensor) -> DTensor:
+        param, local = entry.param, entry.local
+        assert isinstance(param, DTensor)  # find_groups saw to it
+        assert entry.grad_offset is not None  # it is trainable
+        view = flat[entry.grad_offset : entry.grad_offset + local.numel()].view(local.shape)
+        return DTensor.from_local(
+            view.to(param.dtype),
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+
+    def release(self) -> None:
+        for entry in self.trainable:
+            entry.param.grad = None
+        self._sums = []
+        for window in self._accumulators:
+            window.local.zero_()
+        self._used.zero_()
+
+    @torch.no_grad()
+    def publish(self, which: Changed) -> None:
+        self.reshard()
+        works = []
+        for group, window in zip(self.groups, self._param_windows, strict=True):
+            entries = which.of(group)
+            if not entries:
+                continue
+            row = window.local[self.transport.grid.node]
+            write_shard(group, row, entries)
+            self._versions.update((id(entry.param), entry.param._version) for entry in entries)
+            if self._between_nodes is not None:
+                rows = (
+                    window.local.reshape(-1) if self._in_order() else torch.empty_like(window.local).view(-1)
+                )
+                work = dist.all_gather_into_tensor(
+                    rows, row.clone(), group=self._between_nodes, async_op=True
+                )
+                works.append((work, window, rows))
+        for work, window, rows in works:
+            self.control.wait_work(work, "the exchange of parameters between nodes")
+            if not self._in_order():
+                window.local[self._node_order] = rows.view(window.local.shape)
+        self.epoch += 1
+        self.transport.signal_published(self.epoch)
+
+    def close(self) -> None:
+        self.reshard()
+        self._sums.clear()
+        self._param_windows.clear()
+        self._accumulators.clear()
+        super().close()
+
+
+class _Hook:
+    """FSDP2 asks its hooks for memory; plain torch memory does. It must be fresh: FSDP2 may keep it."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _PullHook(_Hook, AllGather):
+    """Replaces the all-gather of one group."""
+
+    def __init__(self, sharding: OnDemandSharding, group: ParamGroup) -> None:
+        self._sharding = sharding
+        self._group = group
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        world_size = self._sharding.control.topology.world_size
+        out = output_tensor.view(torch.uint8)
+        if group.size() != world_size or out.numel() != world_size * self._group.nbytes:
+            raise OdcError(
+                f"FSDP2 gathers {out.numel()} bytes of {self._group.label} over {group.size()} ranks; "
+                f"expected {world_size * self._group.nbytes} over {world_size}. An integer reshard_after_forward or a "
+                "second mesh axis does this; neither works on demand"
+            )
+        self._sharding.pull(self._group, out.view(world_size, self._group.nbytes))
+        return None
+
+
+class _PushHook(_Hook, ReduceScatter):
+    """Replaces the reduce-scatter of one group.
+
+    FSDP2 concatenates the gradients of only those parameters that have one. If all have, the whole buffer is
+    pushed at once. Else its order tells nothing, so each parameter's post-accumulate hook, which FSDP2 runs
+    in the buffer's order right after this one, pushes its own segment.
+    """
+
+    def __init__(self, sharding: OnDemandSharding, group: ParamGroup, used: torch.Tensor) -> None:
+        self._sharding = sharding
+        self._group = group
+        self._used = used
+        self._pending: torch.Tensor | None = None  # [W, k], what is not pushed yet
+        self._done = 0  # elements of each row seen by the post-accumulate hooks
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        if op != dist.ReduceOp.SUM:
+            raise OdcError(f"FSDP2 reduces {self._group.label} with {op}; on-demand gradients are sums")
+        if self._pending is not None:
+            raise OdcError(f"FSDP2 reduces {self._group.label} before its last gradients were taken")
+        rows = input_tensor.view(group.size(), output_tensor.numel())
+        self._sharding.enter_push(self._group)
+        self._done = 0
+        if rows.shape[1] == self._group.grad_numel:
+            self._sharding.push(self._group, rows, 0)
+            self._used.fill_(1)
+        else:
+            self._pending = rows
+
+    def take(self, position: int) -> None:
+        """Push the segment of one parameter, and check that FSDP2 visits parameters in the layout's order."""
+        entry = self._group.trainable[position]
+        assert entry.grad_offset is not None  # it is trainable
+        if self._pending is None:
+            if self._done != entry.grad_offset:
+                raise OdcError(f"FSDP2 laid out the gradients of {self._group.label} in an unknown order")
+            self._done += entry.numel
+            return
+        segment = self._pending[:, self._done : self._done + entry.numel]
+        self._sharding.push(self._group, segment, entry.grad_offset)
+        self._used[position] = 1
+        self._done += entry.numel
+        if self._done == self._pending.shape[1]:
+            self._pending = None
+
+
+class _AccumulateHook:
+    """Called when FSDP2 has set a parameter's ``.grad``, which is dropped: the accumulator has the sum."""
+
+    def __init__(self, push: _PushHook, position: int) -> None:
+        self._push = push
+        self._position = position
+
+    def __call__(self, param: torch.Tensor) -> None:
+        param.grad = None
+        self._push.take(self._position)

@@ -1,0 +1,132 @@
+"""Which modules of a model are sharded as one group each, and the call to ``fully_shard`` that does it."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from odcengine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def block_modules(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[nn.Module]:
+    """Choose the modules that become a group of their own (their parameters are pulled together).
+
+    Args:
+        model: the model.
+        wrap: class names of the blocks, or "auto": the model's own ``_no_split_modules`` (transformers), else
+            what its ``nn.ModuleList`` s hold, else none (the whole model is one group).
+
+    Returns:
+        The modules in the order of ``model.modules()``, parents before children; the model itself is never
+        among them.
+
+    Raises:
+        ConfigError: a class name is not in the model; names the classes that are.
+    """
+    modules = [module for module in model.modules() if module is not model]
+    if wrap == "auto":
+        names = _no_split_names(model)
+        found = [module for module in modules if type(module).__name__ in names]
+        if found:
+            return found
+        blocks = [child for module in modules if isinstance(module, nn.ModuleList) for child in module]
+        if not blocks:
+            logger.info("wrap: no block classes known for %s; it is one group", type(model).__name__)
+        # A ModuleList has no forward of its own, so it can be no group itself.
+        return [b for b in dict.fromkeys(blocks) if any(True for _ in b.parameters())]
+    wanted = [wrap] if isinstance(wrap, str) else list(wrap)
+    classes = {type(module).__name__ for module in modules}
+    unknown = [name for name in wanted if name not in classes]
+    if unknown:
+        raise ConfigError(
+            f"odc.wrap: {', '.join(unknown)}: no module of {type(model).__name__} has this class; "
+            f"its classes are {', '.join(sorted(classes))}"
+        )
+    return [module for module in modules if type(module).__name__ in wanted]
+
+
+def _no_split_names(model: nn.Module) -> set[str]:
+    names = getattr(model, "_no_split_modules", None)
+    if isinstance(names, str):
+        return {names}
+    return set(names) if isinstance(names, Iterable) else set()
+
+
+def check_model(model: nn.Module, blocks: Sequence[nn.Module], device_type: str) -> None:
+    """Refuse what cannot be sharded, before anything is changed.
+
+    Args:
+        model: the model, not sharded yet.
+        blocks: the modules that become groups.
+        device_type: where the parameters must be, "cpu" or "cuda".
+
+    Raises:
+        ConfigError: no parameters, parameters on another device, or one tied across groups.
+    """
+    if not any(True for _ in model.parameters()):
+        raise ConfigError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model: no parameter of {type(model).__name__} requires a gradient; there is nothing to train"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != device_type:
+            raise ConfigError(
+                f"model: parameter {name} is on {parameter.device}; the ranks of this job train on "
+                f"{device_type} (materialise or move the model before odcengine.initialize)"
+            )
+    _check_ties(model, blocks)
+
+
+def _check_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """A parameter shared between groups would be sharded twice: its uses would drift apart."""
+    block_names = {id(module): name for name, module in model.named_modules()}
+    owner: dict[int, str] = {}
+    for block in blocks:
+        for module in block.modules():  # inner blocks come later and overwrite: the innermost group owns it
+            owner[id(module)] = block_names[id(block)]
+    uses: dict[int, dict[str, str]] = defaultdict(dict)
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            group = owner.get(id(module), "the root")
+            uses[id(parameter)].setdefault(group, f"{module_name}.{name}")
+    for groups in uses.values():
+        if len(groups) > 1:
+            places = " and ".join(f"{name} (group {group})" for group, name in groups.items())
+            raise ConfigError(
+                f"model: {places} are one tied parameter in different groups; leave both to the root or "
+                "put both into one group (odc.wrap)"
+            )
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Shard ``model`` in place with FSDP2: one group a block, one for the rest.
+
+    Args:
+        model: the model; its parameters become DTensors sharded on dim 0 over the mesh.
+        blocks: from :func:`block_modules`.
+        mesh: 1-D mesh over all ranks.
+        param_dtype: dtype of computation and of what is pulled; None keeps the parameters' own.
+        reduce_dtype: dtype in which a gradient reaches the reduce hook; None keeps the computation's.
+        reshard_after_forward: whether full parameters are dropped between forward and backward.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    for block in reversed(blocks):  # children before parents
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
