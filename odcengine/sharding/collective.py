@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from odcengine.control import ControlBlock
 from odcengine.sharding.base import Changed, Sharding
-from odcengine.sharding.layout import AllGather, ParamEntry, ParamGroup, ReduceScatter
+from odcengine.sharding.layout import AllGather, ParamEntry, ParamGroup, PlainMemory, ReduceScatter
 
 
 class CollectiveSharding(Sharding):
@@ -73,14 +73,9 @@ class CollectiveSharding(Sharding):
         self.reshard()
 
 
-class _TimedAllGather(AllGather):
+class _TimedAllGather(PlainMemory, AllGather):
     def __init__(self, sharding: CollectiveSharding) -> None:
         self._sharding = sharding
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -102,14 +97,9 @@ class _TimedAllGather(AllGather):
         return work
 
 
-class _TimedReduceScatter(ReduceScatter):
+class _TimedReduceScatter(PlainMemory, ReduceScatter):
     def __init__(self, sharding: CollectiveSharding) -> None:
         self._sharding = sharding
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

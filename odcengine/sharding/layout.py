@@ -28,7 +28,16 @@ except ImportError as error:  # pragma: no cover - depends on the installed torc
 
 from odcengine.errors import ConfigError, OdcError
 
-__all__ = ["AllGather", "ParamEntry", "ParamGroup", "ReduceScatter", "find_groups", "prove_layout"]
+__all__ = [
+    "AllGather",
+    "ParamEntry",
+    "ParamGroup",
+    "PlainMemory",
+    "ReduceScatter",
+    "find_groups",
+    "prove_layout",
+    "write_shard",
+]
 
 
 @dataclass
@@ -193,16 +202,21 @@ def _walk(module: Any) -> Iterator[nn.Parameter]:
     return visit(module)
 
 
-class _Recorder(AllGather):
-    """Keeps what FSDP2 would send; sends nothing."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
+class PlainMemory:
+    """FSDP2 asks its hooks for memory; plain torch memory does. It must be fresh: FSDP2 may keep it."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        return torch.zeros(*size, dtype=dtype, device=device)
+        """Uninitialised tensor of ``size``."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Recorder(PlainMemory, AllGather):
+    """Keeps what FSDP2 would send; sends nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
 
     def __call__(
         self,

@@ -26,6 +26,7 @@ from odcengine.sharding.layout import (
     AllGather,
     ParamEntry,
     ParamGroup,
+    PlainMemory,
     ReduceScatter,
     prove_layout,
     write_shard,
@@ -249,16 +250,7 @@ class OnDemandSharding(Sharding):
         super().close()
 
 
-class _Hook:
-    """FSDP2 asks its hooks for memory; plain torch memory does. It must be fresh: FSDP2 may keep it."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _PullHook(_Hook, AllGather):
+class _PullHook(PlainMemory, AllGather):
     """Replaces the all-gather of one group."""
 
     def __init__(self, sharding: OnDemandSharding, group: ParamGroup) -> None:
@@ -277,14 +269,14 @@ class _PullHook(_Hook, AllGather):
         if group.size() != world_size or out.numel() != world_size * self._group.nbytes:
             raise OdcError(
                 f"FSDP2 gathers {out.numel()} bytes of {self._group.label} over {group.size()} ranks; "
-                f"expected {world_size * self._group.nbytes} over {world_size}. An integer reshard_after_forward or a "
-                "second mesh axis does this; neither works on demand"
+                f"expected {world_size * self._group.nbytes} over {world_size}. An integer "
+                "reshard_after_forward or a second mesh axis does this; neither works on demand"
             )
         self._sharding.pull(self._group, out.view(world_size, self._group.nbytes))
         return None
 
 
-class _PushHook(_Hook, ReduceScatter):
+class _PushHook(PlainMemory, ReduceScatter):
     """Replaces the reduce-scatter of one group.
 
     FSDP2 concatenates the gradients of only those parameters that have one. If all have, the whole buffer is
