@@ -97,8 +97,8 @@ def master_port(given: str | None, ephemeral: tuple[int, int] | None = None) -> 
     low, high = ephemeral if ephemeral is not None else _ephemeral_range()
     # Below 10000 live the well-known services that may start at any time.
     ports = [*range(10000, max(10000, low)), *range(min(65535, high) + 1, 65536)]
-    choose = random.SystemRandom()
-    for port in choose.sample(ports, min(64, len(ports))):
+    tries: list[int] = random.SystemRandom().sample(ports, min(64, len(ports)))
+    for port in tries:
         if port_is_free(port):
             return port
     # Everything is ephemeral (or taken): any free port is better than none.

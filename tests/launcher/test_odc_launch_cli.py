@@ -1,0 +1,213 @@
+"""The command line: what is refused, what belongs to the script, how fast help is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch_helpers import Launcher, finish
+
+DUMP = """
+    import json
+    print(json.dumps([[os.fsencode(a).hex() for a in sys.argv[1:]], dict(os.environ)]))
+"""
+
+
+def errors(launcher: Launcher, *words: str) -> list[str]:
+    """Runs a launch that must be refused; returns its messages."""
+    code, out, err = finish(launcher.start(*words))
+    assert code == 2, err
+    assert out == ""
+    assert not (launcher.folder / "odc_logs").exists(), "something was started"
+    lines = err.splitlines()
+    assert all(line.startswith("odc-launch: error: ") for line in lines), err
+    return [line.removeprefix("odc-launch: error: ") for line in lines]
+
+
+def test_help_is_quick_and_says_how(launcher: Launcher) -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.monotonic()
+        code, out, _ = finish(launcher.start("--help"))
+        seconds.append(time.monotonic() - start)
+    assert code == 0
+    assert "odc-launch [options] script.py" in out
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--dry-run", "script.py"], ["script.py"]])
+def test_launcher_imports_no_torch_and_no_pydantic(launcher: Launcher, words: list[str]) -> None:
+    launcher.write("")
+    command = [sys.executable, "-X", "importtime", "-m", "odc_launcher", *words]
+    done = subprocess.run(command, env=launcher.env, cwd=launcher.folder, capture_output=True, timeout=60)
+    assert done.returncode == 0
+    imported = {line.rpartition(b"|")[2].strip() for line in done.stderr.splitlines()}
+    assert b"odc_launcher.cli" in imported
+    assert not {name for name in imported if name.split(b".")[0] in (b"torch", b"numpy", b"pydantic")}
+
+
+def test_missing_files_are_named_all_at_once(launcher: Launcher) -> None:
+    script, config = errors(launcher, "--config", "c.yaml", "nosuch.py")
+    assert script.startswith("script nosuch.py does not exist")
+    assert config.startswith("config c.yaml does not exist")
+
+
+def test_directories_and_modules(launcher: Launcher) -> None:
+    (launcher.folder / "d").mkdir()
+    assert "is a directory" in errors(launcher, "d")[0]
+    assert "config d is a directory" in errors(launcher, "--config", "d", "d")[1]
+    assert "module 'no_such_module.x' is not found" in errors(launcher, "-m", "no_such_module.x")[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["-m"],
+        ["--"],
+        ["--nproc-per-node", "two", "s.py"],
+        ["--nproc", "2", "s.py"],
+        ["--show", "some", "s.py"],
+    ],
+)
+def test_wrong_usage(launcher: Launcher, words: list[str]) -> None:
+    code, out, err = finish(launcher.start(*words))
+    assert code == 2
+    assert out == ""
+    assert "odc-launch: error: " in err
+
+
+def test_all_config_problems_are_printed(launcher: Launcher) -> None:
+    launcher.write("")
+    (launcher.folder / "c.yaml").write_text("gradient_cliping: 1.0\noptimiser: {}\n")
+    found = "\n".join(errors(launcher, "--config", "c.yaml", "script.py"))
+    assert "gradient_cliping" in found
+    assert "optimiser" in found
+    (launcher.folder / "c.yaml").write_text("- 1\n- 2\n")
+    assert "c.yaml" in errors(launcher, "--config", "c.yaml", "script.py")[0]
+
+
+def test_config_settles_number_signals_grace_logs_and_what_is_shown(launcher: Launcher) -> None:
+    launcher.write("print('hi')")
+    (launcher.folder / "c.yaml").write_text(
+        "train_batch_size: 8\n"
+        "launch: {nproc_per_node: 2, grace_s: 3, signals: [USR1], log_dir: mine, show: rank0}\n"
+    )
+    code, out, err = finish(launcher.start("--config", "c.yaml", "script.py"))
+    assert code == 0, err
+    assert out == "[rank 0] hi\n"
+    assert "2 ranks" in err
+    assert "launch.nproc_per_node in c.yaml" in err
+    assert (launcher.folder / "mine/rank1.log").read_text() == "hi\n"
+    (problem,) = errors(launcher, "--config", "c.yaml", "--nproc-per-node", "3", "script.py")
+    assert "3" in problem
+    assert "launch.nproc_per_node: 2" in problem
+
+
+def test_everything_after_the_script_is_the_scripts(launcher: Launcher) -> None:
+    launcher.write(DUMP)
+    args = [
+        b"--nproc-per-node",
+        b"7",
+        b"--help",
+        b"--",
+        b"-m",
+        b"two words",
+        b'it\'s "x" $HOME `id` \\',
+        b"a\nb\t",
+        b"",
+        "größe→".encode(),
+        b"\xff\xfe",
+    ]
+    code, out, err = finish(launcher.start("--nproc-per-node=1", "script.py", *args))
+    assert code == 0, err
+    assert [bytes.fromhex(arg) for arg in json.loads(out.removeprefix("[rank 0] "))[0]] == args
+
+
+@pytest.mark.parametrize("words", [["-m", "pkg.mod"], ["--", "script.py"]])
+def test_module_and_end_of_options(launcher: Launcher, words: list[str]) -> None:
+    launcher.write("print(*sys.argv[1:])")
+    package = launcher.folder / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "mod.py").write_text(launcher.script.read_text())
+    code, out, _ = finish(launcher.start(*words, "--config", "x"))
+    assert (code, out) == (0, "[rank 0] --config x\n")
+
+
+def test_environment_of_a_rank(launcher: Launcher) -> None:
+    launcher.write(DUMP)
+    config = launcher.folder / "c.json"
+    config.write_text('{"train_batch_size": 8}')
+    launcher.env |= {"NVSHMEM_SYMMETRIC_SIZE": "8G", "B": 'it\'s "x"', "ODC_ERROR_FILE": "/old"}
+    words = ["--config", "c.json", "--nproc-per-node", "2", "--log-dir", "logs"]
+    code, _, err = finish(launcher.start(*words, "script.py"))
+    assert code == 0, err
+    environ = json.loads(launcher.log(1))[1]
+    assert environ["RANK"] == environ["LOCAL_RANK"] == "1"
+    assert environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"] == "2"
+    assert environ["ODC_CONFIG"] == str(config)
+    assert environ["ODC_ERROR_FILE"] == str(launcher.logs / "rank1.error.json")
+    assert environ["MASTER_ADDR"] == "127.0.0.1"
+    assert environ["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert environ["NVSHMEM_SYMMETRIC_SIZE"] == "8G"
+    assert environ["B"] == 'it\'s "x"'
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert not int(low) <= int(environ["MASTER_PORT"]) <= int(high)
+
+
+def test_port_of_the_user(launcher: Launcher) -> None:
+    launcher.write("print(os.environ['MASTER_PORT'])")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        port = str(server.getsockname()[1])
+        launcher.env["MASTER_PORT"] = port
+        assert port in errors(launcher, "script.py")[0]
+    assert finish(launcher.start("script.py"))[:2] == (0, f"[rank 0] {port}\n")
+
+
+def test_nested_launch_is_refused(launcher: Launcher) -> None:
+    launcher.write("")
+    launcher.env |= {"RANK": "1", "WORLD_SIZE": "2"}
+    assert "RANK=1, WORLD_SIZE=2" in errors(launcher, "script.py")[0]
+
+
+def test_dry_run_starts_nothing_and_its_lines_run_in_a_shell(launcher: Launcher) -> None:
+    launcher.write(DUMP)
+    launcher.env |= {"WANDB_API_KEY": "geheim", "NCCL_DEBUG": "a 'b' \"c\"\nd", "NOT_SHOWN": "1"}
+    args = [b"a b", b"it's", b"\n", b"$(id)", b"\xff"]
+    options = ["--dry-run", "--nproc-per-node", "2"]
+    process = launcher.start(*options, "script.py", *args)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not (launcher.folder / "odc_logs").exists()
+    assert b"geheim" not in out + err
+    bare = {name: launcher.env[name] for name in ("PATH", "LANG") if name in launcher.env}
+    shell = subprocess.run(["sh"], input=out, env=bare, cwd=launcher.folder, capture_output=True, timeout=60)
+    assert shell.returncode == 0, shell.stderr
+    for rank, line in enumerate(shell.stdout.splitlines()):
+        argv, environ = json.loads(line)
+        assert [bytes.fromhex(arg) for arg in argv] == args
+        assert environ["RANK"] == str(rank)
+        assert environ["NCCL_DEBUG"] == launcher.env["NCCL_DEBUG"]
+        assert environ["WANDB_API_KEY"] == "***"
+        assert "NOT_SHOWN" not in environ
+
+
+def test_log_folder_that_cannot_be_written(launcher: Launcher) -> None:
+    launcher.write("open('started', 'w')")
+    (launcher.folder / "file").touch()
+    process = launcher.start("--log-dir", "file/logs", "script.py")
+    code, _, err = finish(process)
+    assert code == 2
+    assert "cannot write logs" in err
+    assert "Not a directory" in err
+    assert "--log-dir" in err
+    assert not (launcher.folder / "started").exists()
