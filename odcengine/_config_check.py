@@ -52,10 +52,8 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
     checker = _Checker(parsed)
     config = checker.run() if parsed.tree is not None else None
     if parsed.problems or config is None:
-        if parsed.name is not None:
-            parsed.problems.sort(key=lambda p: p.line or parsed.line(p.path))
-        raise ConfigError(*dict.fromkeys(parsed.locate(p) for p in parsed.problems))
-    return config.with_notices(tuple(parsed.locate(notice) for notice in checker.notices))
+        raise ConfigError(*parsed.report(parsed.problems))
+    return config.with_notices(parsed.report(checker.notices))
 
 
 class _Checker:
@@ -66,6 +64,7 @@ class _Checker:
         self.tree: dict[str, Any] = source.tree or {}
         self.notices: list[Problem] = []
         self.dropped: list[Path] = []
+        self.max_length_copied = False
 
     def run(self) -> Config | None:
         self._rename()
@@ -218,7 +217,11 @@ class _Checker:
                     self.problem((*path, key), reason)
         if kind == "WarmupDecayLR" and "warmup_max_lr" not in params:
             self.notice(path, "warmup_max_lr is the optimizer's lr (in DeepSpeed it would be 0.001)")
-        if kind == "Adam" and params.get("weight_decay", 0) != 0 and "adam_w_mode" not in params:
+        if (
+            kind == "Adam"
+            and params.get("weight_decay", 0) not in (0, deepspeed.AUTO)
+            and "adam_w_mode" not in params
+        ):
             self.notice(
                 (*path, "weight_decay"),
                 "decoupled, as by DeepSpeed's Adam; `adam_w_mode: false` gives torch's L2 term",
@@ -240,6 +243,9 @@ class _Checker:
                     self.drop(here)
                 else:
                     section[key], text = accepted
+                    if text == deepspeed.OPTIMIZER_LR:
+                        lr = self.get("optimizer.params.lr")
+                        text += f", {5e-5 if lr == deepspeed.AUTO else show(lr)}" if lr else ""
                     self.notice(here, f"auto -> {text}")
 
     def _refused_values(self) -> None:
@@ -263,6 +269,7 @@ class _Checker:
             data.pop("max_length", None)
             if limit is not None and ("data", "max_length") not in self.dropped:
                 data["max_length"] = limit
+                self.max_length_copied = True
 
     # --- validation -------------------------------------------------------------------------------
 
@@ -271,46 +278,47 @@ class _Checker:
         try:
             return Config.model_validate(self.tree)
         except ValidationError as error:
-            for detail in error.errors(include_url=False):
-                self._report(detail)
+            wrong = [self._report(detail) for detail in error.errors(include_url=False)]
+        for path in wrong:
+            self.drop(path)
         try:
             return Config.model_validate(self.tree)
         except ValidationError:
             return None
 
-    def _report(self, detail: ErrorDetails) -> None:
+    def _report(self, detail: ErrorDetails) -> Path:
+        """Names one mistake that pydantic found; returns what has to be dropped to go on without it."""
         path: Path = detail["loc"]
         if path[0] in PARAMS and len(path) > 1:
             path = (path[0], *path[2:])  # pydantic puts the type's name there
         kind, value = detail["type"], detail["input"]
         if kind == "extra_forbidden":
             self.problem(path, self._unknown_key(path))
-            self.drop(path)
-            return
+            return path
         owner = path
         while self.field(owner) is None and len(owner) > 1:
             owner = owner[:-1]
-        field = self.field(owner)
+        field, section = self.field(owner), self.model(owner)
+        choices = _choices(field.annotation) if field is not None else []
         expected = form(field) if field is not None else "another value"
+        if section is not None and section is not Choice:
+            expected = _mapping(section)
         if kind == "missing":
             self.problem(path, f"missing; expected {expected}")
-            self.drop(path[:1])
-            return
+            return path[:1]  # only sections with a type have keys that must be given
+        if path == ("data", "max_length") and self.max_length_copied:
+            return path  # max_tokens_per_micro_batch is reported itself
         if kind == "value_error":
             message = str(detail["ctx"]["error"])
-        elif path == ("data", "max_length") and path not in self.source.lines and self.source.name:
-            # Copied from max_tokens_per_micro_batch, which is reported itself.
-            self.drop(path)
-            return
         else:
             hint = ""
-            if isinstance(value, str) and field is not None:
-                hint = _did_you_mean(value, _choices(field.annotation)) or _text_hint(value, expected)
+            if isinstance(value, str):
+                hint = _did_you_mean(value, choices) or _text_hint(value, expected)
             if kind == "less_than_equal" and "<=" not in expected:
-                expected += f" and <= {detail['ctx']['le']}"
+                expected += f", at most {detail['ctx']['le']}"
             message = f"got {show(value)}; {hint}expected {expected}"
         self.problem(path, message)
-        self.drop(owner)
+        return owner
 
     def _unknown_key(self, path: Path) -> str:
         """Returns what to say about a key that is not in the schema."""
@@ -429,17 +437,24 @@ def _form(annotation: Any, metadata: list[Any]) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin is tuple:
-        count = "" if args[-1] is ... else f"{len(args)} values, each "
-        return f"a list of {count}{_form(args[0], [])}"
+        count = "" if args[-1] is ... else f" of {len(args)}"
+        return f"a list{count}, each {_form(args[0], [])}"
     if _is_section(annotation):
-        return f"a mapping with the keys {', '.join(annotation.model_fields)}"
+        return _mapping(annotation)
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(annotation, "null") + (_bounds(metadata) if annotation in (int, float) else "")
 
 
+def _mapping(model: type[BaseModel]) -> str:
+    return f"a mapping with the keys {', '.join(model.model_fields)}"
+
+
 def _is_section(annotation: Any) -> bool:
-    if get_origin(annotation) is Annotated:
-        return all(_is_section(arg) for arg in get_args(get_args(annotation)[0]))
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _is_section(args[0])
+    if origin in (Union, types.UnionType):
+        return all(_is_section(arg) for arg in args)
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 

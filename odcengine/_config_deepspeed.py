@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 AUTO = "auto"
+OPTIMIZER_LR = "the optimizer's lr"
 
 RENAMED = {
     "bfloat16": "bf16",
@@ -55,8 +56,6 @@ NO_EFFECT = {
     "wandb": _MEASURED,
     "zero_allow_untested_optimizer": "every optimizer of this page is tested",
     "zero_force_ds_cpu_optimizer": "optimizer states are not offloaded",
-    "bf16.bf16_master_weights_and_grads": "masters keep the dtype of the given model",
-    "bf16.bf16_optimizer_states": "optimizer states have the dtype of the masters",
     "bf16.check_grad_overflow": "gradients are always checked",
     "bf16.immediate_grad_update": _PUSH,
     "optimizer.legacy_fusion": "torch's optimizers are used",
@@ -99,9 +98,12 @@ NO_EFFECT = {
 _BF16 = "use `bf16: {enabled: true}`, which needs no loss scaling"
 _OFFLOAD = "the shards live where the ranks compute; use more ranks, or remove it"
 _QUANTIZED = "parameters and gradients travel in their own dtype; remove it"
+_BF16_STATES = "masters and optimizer states keep the model's dtype; load it in bfloat16, or remove it"
 _NO_MOE = "there is no expert parallelism; remove it"
 
 REFUSED = {
+    "bf16.bf16_master_weights_and_grads": _BF16_STATES,
+    "bf16.bf16_optimizer_states": _BF16_STATES,
     "amp": f"Apex mixed precision is not supported; {_BF16}",
     "autotuning": "there is no autotuner; remove it",
     "compile": "graph compilation by DeepSpeed is not supported; use torch.compile in the script",
@@ -179,7 +181,7 @@ def is_off(path: str, value: Any) -> bool:
         return enabled is False or (enabled == AUTO and path in _AUTO_IS_OFF)
     if value is None or value is False or value == "none":
         return True
-    return not isinstance(value, bool) and (value == 0 or value in _OFF_VALUES.get(path, ()))
+    return value is not True and (value in (0, ()) or value in _OFF_VALUES.get(path, ()))
 
 
 AUTO_VALUES: dict[str, tuple[Any, str]] = {
@@ -195,7 +197,7 @@ AUTO_VALUES: dict[str, tuple[Any, str]] = {
     "optimizer.params.eps": (1e-8, "1e-8"),
     "optimizer.params.weight_decay": (0.0, "0.0"),
     "scheduler.params.warmup_min_lr": (0.0, "0.0"),
-    "scheduler.params.warmup_max_lr": (None, "the optimizer's lr"),
+    "scheduler.params.warmup_max_lr": (None, OPTIMIZER_LR),
     "scheduler.params.warmup_min_ratio": (0.0, "0.0"),
     "scheduler.params.warmup_num_steps": (0, "0, no warm-up"),
     "scheduler.params.total_num_steps": (None, "the optimizer steps of the run"),

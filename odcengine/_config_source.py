@@ -18,7 +18,7 @@ import numbers
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -76,6 +76,13 @@ class Source:
             return text
         line = problem.line if problem.line is not None else self.line(problem.path)
         return f"{self.name}:{line}: {text}"
+
+    def report(self, problems: Iterable[Problem]) -> tuple[str, ...]:
+        """Returns a line for each of ``problems``, in the order of the file, each once."""
+        ordered = list(problems)
+        if self.name is not None:
+            ordered.sort(key=lambda problem: problem.line or self.line(problem.path))
+        return tuple(dict.fromkeys(self.locate(problem) for problem in ordered))
 
 
 def show_path(path: Path) -> str:
@@ -201,6 +208,16 @@ class _Reader:
         """Records the line of ``path``, unless it is a second one."""
         self.result.lines.setdefault(path, line)
 
+    def clean(self, value: Any, path: Path, line: int) -> Any:
+        """Returns ``value``; of text with lone surrogates, which no file can hold, an escaped form."""
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                self.result.problems.append(Problem(path, "is not valid Unicode text", line))
+                return ascii(value)
+        return value
+
 
 # --- YAML ---------------------------------------------------------------------------------------
 
@@ -219,7 +236,7 @@ def _plain_scalar(text: str) -> Any:
         return None
     if text in _BOOL:
         return _BOOL[text]
-    # Longer digit strings stay text: no field takes them, and int() refuses them at some length.
+    # Longer ones become floats: no field takes them, and int() refuses them at some length.
     if _INT.fullmatch(text) and len(text) <= _MAX_DIGITS:
         return int(text.replace("_", ""))
     if _BASED_INT.fullmatch(text) and len(text) <= _MAX_DIGITS:
@@ -257,12 +274,12 @@ class _YamlReader(_Reader):
             mark = error.problem_mark or error.context_mark
             what = error.problem or error.context or "cannot be parsed"
             if "'\\t'" in what:
-                what = "a tab; indent with spaces"
+                what = "found a tab; indent with spaces"
             where = mark.line + 1 if mark is not None else None
             raise _Stop(f"not valid YAML: {what}", where) from None
         except yaml.reader.ReaderError as error:
             line = self.text.count("\n", 0, error.position) + 1
-            what = f"character U+{ord(error.character):04X} is not allowed"
+            what = f"the character {show(self.text[error.position])} is not allowed"
             raise _Stop(f"not valid YAML: {what}", line) from None
         except (ValueError, OverflowError) as error:
             # PyYAML's scanner converts escapes and version numbers without a check of their range.
@@ -297,7 +314,8 @@ class _YamlReader(_Reader):
 
     def _content(self, path: Path, event: yaml.Event) -> Any:
         if isinstance(event, yaml.ScalarEvent):
-            return _plain_scalar(event.value) if event.style is None else event.value
+            text = self.clean(event.value, path, self._line(event))
+            return _plain_scalar(text) if event.style is None else text
         if isinstance(event, yaml.SequenceStartEvent):
             items: list[Any] = []
             while not isinstance(event := self._next(), yaml.SequenceEndEvent):
@@ -309,8 +327,12 @@ class _YamlReader(_Reader):
         while not isinstance(event := self._next(), yaml.MappingEndEvent):
             line = self._line(event)
             if not isinstance(event, yaml.ScalarEvent):
-                raise _Stop("a key must be a plain name, not a list, mapping or alias", line, path)
-            key = event.value
+                message = "a key must be a plain name, not a list, mapping or alias"
+                self.result.problems.append(Problem(path, message, line))
+                self._value((*path, ""), event)
+                self._value((*path, ""), self._next())
+                continue
+            key = self.clean(event.value, path, line)
             self.mark((*path, key), line)
             value = self._value((*path, key), self._next())
             if key == "<<" and event.style is None:
@@ -327,7 +349,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def _json_int(text: str) -> Any:
-    return int(text) if len(text) <= _MAX_DIGITS else text
+    return int(text) if len(text) <= _MAX_DIGITS else float(text)
 
 
 class _JsonReader(_Reader):
@@ -369,14 +391,15 @@ class _JsonReader(_Reader):
             value, self.position = self.decoder.raw_decode(self.text, self.position)
         except json.JSONDecodeError as error:
             self.position = max(self.position, min(error.pos, len(self.text)))
-            raise self._syntax(f"{error.msg[:1].lower()}{error.msg[1:]}") from None
+            message = f"{error.msg[:1].lower()}{error.msg[1:]}".removesuffix(" at")
+            raise self._syntax(message) from None
         return value
 
     def _value(self, path: Path) -> Any:
         char = self._peek()
         self.count(path, self._line())
         if char not in ("{", "["):
-            return self._scalar()
+            return self.clean(self._scalar(), path, self._line())
         self.position += 1
         return self._object(path) if char == "{" else self._array(path)
 
@@ -401,7 +424,7 @@ class _JsonReader(_Reader):
             if self._peek() != '"':
                 self._take("", 'a key in double quotes (JSON has no comments or trailing ",")')
             line = self._line()
-            key = self._scalar()
+            key = self.clean(self._scalar(), path, line)
             self.mark((*path, key), line)
             self._take(":", "`:`")
             value = self._value((*path, key))
@@ -423,7 +446,7 @@ def _read_mapping(source: Mapping[str, Any]) -> Source:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
-            return str.__str__(value)
+            return counter.clean(str.__str__(value), path, 1)
         if isinstance(value, numbers.Integral):
             return int(value)
         if isinstance(value, numbers.Real):
@@ -434,7 +457,7 @@ def _read_mapping(source: Mapping[str, Any]) -> Source:
             mapping: dict[str, Any] = {}
             for key, inner in value.items():
                 if isinstance(key, str):
-                    name = str.__str__(key)
+                    name = counter.clean(str.__str__(key), path, 1)
                     mapping[name] = convert(inner, (*path, name))
                 else:
                     message = f"the key {show(key)} is not text"

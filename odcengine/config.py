@@ -352,7 +352,11 @@ class Data(_Section):
 
     shuffle: bool = Field(default=True, description="New order every epoch, from seed.")
     drop_last: bool = Field(default=False, description="Leave out a last minibatch that is not full.")
-    num_epochs: Int = Field(default=1, ge=1, description="Passes over the data; schedules count their steps.")
+    num_epochs: Int = Field(
+        default=1,
+        ge=1,
+        description="Loops over the loader that the script makes; the default length of schedules follows.",
+    )
     max_length: Int = Field(
         default=8192, ge=1, description="Longest sample in tokens; by default max_tokens_per_micro_batch."
     )
@@ -365,7 +369,7 @@ class Launch(_Section):
     """What odc-launch does."""
 
     nproc_per_node: Int | None = Field(
-        default=None, ge=1, description="Ranks to start on a node; null: one a GPU, without GPUs one."
+        default=None, ge=1, description="Ranks to start on a node; null: 1, or what the command line says."
     )
     grace_s: Float = Field(
         default=30.0,
@@ -377,7 +381,7 @@ class Launch(_Section):
         default=("INT", "TERM", "HUP", "USR1", "USR2"), description="Signals passed on to the ranks."
     )
     log_dir: str | None = Field(
-        default=None, min_length=1, description="Folder of one log file a rank; null: none is written."
+        default=None, min_length=1, description="Folder of one log file a rank; null: odc_logs/DATE-TIME-PID."
     )
     show: Literal["all", "rank0", "none"] = Field(
         default="all", description="Whose output appears on the launcher's own output."
