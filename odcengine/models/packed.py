@@ -1,0 +1,360 @@
+"""Causal attention that stops at the boundaries of packed samples, for models of transformers.
+
+transformers lets attention functions be registered by name. The one registered here receives the boundaries
+that :meth:`odcengine.data.MicroBatch.model_inputs` passes to the model, and runs
+``scaled_dot_product_attention`` for each sample by itself: no mask of the whole row is ever built, and the
+work is the sum of the samples' own. A call without boundaries (evaluation, generation, padded batches) gets
+transformers' own ``sdpa`` attention and masks.
+
+Not every model can be packed: recurrent layers carry state over a boundary, and some models make their
+positions themselves. :func:`prepare_model` refuses what it knows to be wrong, and with ``probe=True`` proves
+on a tiny input that samples do not see each other and get the same logits as alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from odcengine.data.batch import pack_samples
+from odcengine.errors import UsageError
+
+PACKED_ATTENTION = "odc_packed"
+"""The name under which the attention is registered with transformers."""
+
+# Layer kinds whose only trace of other tokens is attention with a mask known here.
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Arguments that change attention in ways that the packed path does not compute.
+_REFUSED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each segment of a packed row; the signature is transformers'.
+
+    Args:
+        module: the attention layer (its ``is_causal`` is respected).
+        query: ``[1, heads, T, head_dim]``.
+        key: ``[1, kv_heads, T, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
+        value: ``[1, kv_heads, T, value_dim]``.
+        attention_mask: None for a packed row.
+        dropout: probability of dropping an attention weight.
+        scaling: factor of the scores; ``head_dim ** -0.5`` if None.
+        is_causal: overrides the module's.
+        cu_seq_lens_q: boundaries of the segments, int32 ``[segments + 1]``, from 0 to ``T``. None for a row
+            that is not packed: then transformers' ``sdpa`` attention runs, with its mask.
+        sliding_window: tokens that a token sees at most; segments must not be longer.
+        **kwargs: what else transformers passes.
+
+    Returns:
+        The output ``[1, T, heads, value_dim]``, and None for the weights.
+
+    Raises:
+        UsageError: a call that this function cannot compute exactly.
+    """
+    if cu_seq_lens_q is None:
+        _check_window(sliding_window, query.shape[2] if attention_mask is None else 0)
+        output: tuple[torch.Tensor, None] = _transformers_sdpa()(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+        return output
+    boundaries: list[int] = cu_seq_lens_q.tolist()
+    _check_packed_call(module, query, key, attention_mask, is_causal, boundaries, kwargs)
+    _check_window(sliding_window, max(stop - start for start, stop in itertools.pairwise(boundaries)))
+    pieces = [
+        F.scaled_dot_product_attention(
+            query[:, :, start:stop],
+            key[:, :, start:stop],
+            value[:, :, start:stop],
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=True,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for start, stop in itertools.pairwise(boundaries)
+        if stop > start
+    ]
+    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _check_packed_call(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_causal: bool | None,
+    boundaries: list[int],
+    arguments: dict[str, Any],
+) -> None:
+    where = type(module).__name__
+    if attention_mask is not None:
+        raise UsageError(f"{where}: a packed row takes no attention_mask; its boundaries say what is seen")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UsageError(f"{where}: attention of packed rows is causal, but this layer's is not")
+    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        raise UsageError(
+            f"{where}: a packed row has batch size 1 and no key-value cache, but the query has shape "
+            f"{list(query.shape)} and the key {list(key.shape)}; call the model with use_cache=False"
+        )
+    if boundaries[0] != 0 or boundaries[-1] != query.shape[2]:
+        raise UsageError(
+            f"{where}: boundaries run from {boundaries[0]} to {boundaries[-1]}, but the row from 0 to "
+            f"{query.shape[2]}"
+        )
+    refused = [name for name in _REFUSED_ARGUMENTS if arguments.get(name) is not None]
+    if refused:
+        raise UsageError(f"{where}: attention with {', '.join(refused)} is not supported for packed rows")
+
+
+def _check_window(sliding_window: int | None, longest: int) -> None:
+    if sliding_window is not None and longest > sliding_window:
+        raise UsageError(
+            f"a sample of {longest} tokens is longer than the model's sliding window of {sliding_window}, "
+            "which packed attention does not support; limit samples to the window"
+        )
+
+
+def _packed_mask(**kwargs: Any) -> torch.Tensor | None:
+    """The mask that transformers asks for: none where causality alone decides, else that of ``sdpa``.
+
+    Of packed rows the boundaries take care; transformers would build a mask of the whole row for them.
+    """
+    # transformers 4 gives the positions of the queries instead of their number.
+    num_queries = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
+    if kwargs.get("attention_mask") is None and num_queries == kwargs["kv_length"]:
+        return None
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    mask: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**kwargs)
+    return mask
+
+
+def _transformers_sdpa() -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+# ---- switching a model -------------------------------------------------------------------------------
+
+
+def prepare_config(config: Any) -> Any:
+    """A copy of a configuration whose models attend to packed rows correctly.
+
+    The configuration given stays as it is: models hold a reference to their configuration, so a change in it
+    would reach models made from it before and after.
+
+    Args:
+        config: configuration of a causal language model of transformers.
+
+    Returns:
+        The copy, for ``AutoModelForCausalLM.from_config`` and the like.
+
+    Raises:
+        UsageError: the configuration has layers whose boundaries cannot be honoured.
+    """
+    _register()
+    _check_config(config)
+    prepared = copy.deepcopy(config)
+    prepared._attn_implementation = PACKED_ATTENTION
+    return prepared
+
+
+def prepare_model(model: nn.Module, *, probe: bool = False) -> nn.Module:
+    """Make a model attend to packed rows correctly, in place; call it before sharding.
+
+    Args:
+        model: causal language model of transformers, also wrapped (PEFT, for example).
+        probe: prove it with :func:`check_isolation`; needs weights that are not on the meta device.
+
+    Returns:
+        The same model. Its configuration is a copy now; the one that it was made from stays as it is.
+
+    Raises:
+        UsageError: a model whose boundaries cannot be honoured, or that fails the probe (it is left
+            unchanged then).
+    """
+    _register()
+    parts = _transformers_modules(model)
+    for part in parts:
+        if not getattr(part, "_supports_attention_backend", False):
+            raise UsageError(
+                f"{type(part).__name__} does not let its attention be exchanged, so boundaries of "
+                "packed samples cannot be honoured; train it with one sample a micro-batch "
+                "(train_micro_batch_size_per_gpu: 1) and a collate_fn of your own"
+            )
+        _check_config(part.config)
+    before = [(module, module.config) for module in model.modules() if _has_config(module)]
+    memo: dict[int, Any] = {}
+    for module, config in before:
+        module.config = copy.deepcopy(config, memo)
+    _set_attention(model, PACKED_ATTENTION)
+    if probe:
+        try:
+            check_isolation(model)
+        except BaseException:
+            for module, config in before:
+                module.config = config
+            raise
+    return model
+
+
+@torch.no_grad()
+def check_isolation(model: nn.Module, tolerance: float = 1e-5) -> None:
+    """Prove on tiny inputs that packed samples do not see each other.
+
+    Three samples of 5, 4 and 1 tokens are packed. Each must get the logits that it gets alone with
+    transformers' own (eager) attention, and other tokens in the first must not change those of the others.
+
+    Args:
+        model: a prepared model, with its weights, not sharded.
+        tolerance: largest difference, relative to the largest logit; for 16-bit weights at least 0.05.
+
+    Raises:
+        UsageError: a logit differs by more; or the model is on the meta device.
+    """
+    weights = next(model.parameters())
+    if weights.is_meta:
+        raise UsageError(
+            "the probe needs real weights; this model is on the meta device: probe a small one instead"
+        )
+    if weights.dtype in (torch.bfloat16, torch.float16):
+        tolerance = max(tolerance, 0.05)
+    samples = [[3, 1, 4, 1, 5], [9, 2, 6, 5], [8]]
+    changed = [[2, 7, 1, 8, 2], *samples[1:]]
+    refusal = f"{type(model).__name__} cannot be trained on packed rows"
+    allowed = f"allowed: {tolerance:.0e}"
+    with _evaluating(model):
+        packed, other = (
+            model(
+                **pack_samples([{"input_ids": tokens} for tokens in row]).to(weights.device).model_inputs(),
+                use_cache=False,
+            ).logits[0]
+            for row in (samples, changed)
+        )
+        with _attention(model, "eager"):
+            alone = torch.cat(
+                [
+                    model(torch.tensor([tokens], device=weights.device), use_cache=False).logits[0]
+                    for tokens in samples
+                ]
+            )
+    scale = float(alone.abs().max()) or 1.0
+    leak = float((packed[5:] - other[5:]).abs().max()) / scale
+    if not leak <= tolerance:
+        raise UsageError(
+            f"{refusal}: changing the first sample changes the logits of the others by {leak:.1e} of the "
+            f"largest ({allowed}); something is carried over boundaries"
+        )
+    difference = float((packed - alone).abs().max()) / scale
+    if not difference <= tolerance:
+        raise UsageError(
+            f"{refusal}: a packed sample gets logits that differ by {difference:.1e} of the largest from "
+            f"those it gets alone ({allowed}); the model may ignore position_ids, or have attention that the "
+            "packed one does not compute"
+        )
+
+
+def _register() -> None:
+    """Register the attention and its mask with transformers; doing it again changes nothing."""
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise UsageError(
+            f"models of transformers need a recent transformers ({error}); pip install 'odcengine[hf]'"
+        ) from error
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, _packed_mask)
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether a model is, or wraps, one of transformers."""
+    if "transformers" not in sys.modules:  # then no object of it can exist
+        return False
+    from transformers import PreTrainedModel
+
+    return any(isinstance(module, PreTrainedModel) for module in model.modules())
+
+
+def _transformers_modules(model: nn.Module) -> list[Any]:
+    from transformers import PreTrainedModel
+
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not parts:
+        raise UsageError(
+            f"{type(model).__name__} is no model of transformers; honour cu_seq_lens_q in its own attention, "
+            "or train it with one sample a micro-batch"
+        )
+    return parts
+
+
+def _check_config(config: Any) -> None:
+    name = type(config).__name__
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
+    if unknown:
+        raise UsageError(
+            f"{name} has layers of type {', '.join(unknown)}, which see over boundaries of packed samples"
+        )
+    if getattr(config, "is_causal", True) is False or getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{name} is not of a causal language model; attention of packed rows is causal")
+
+
+def _has_config(module: nn.Module) -> bool:
+    from transformers import PretrainedConfig
+
+    return isinstance(getattr(module, "config", None), PretrainedConfig)
+
+
+def _set_attention(model: nn.Module, name: str) -> None:
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if _has_config(module):
+            config._attn_implementation = name
+
+
+@contextmanager
+def _attention(model: nn.Module, name: str) -> Iterator[None]:
+    _set_attention(model, name)
+    try:
+        yield
+    finally:
+        _set_attention(model, PACKED_ATTENTION)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout), undone at the end for every module by itself."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
