@@ -110,6 +110,8 @@ class _Word(enum.IntEnum):
     BARRIER = 7  # barriers entered
     TAG_EVEN = 8  # what the rank says it is at, for barriers with an even and an odd number
     TAG_ODD = 9
+    ENDED_STEP = 13  # steps whose micro-batches this rank has finished
+    ENDED_COUNT = 14  # micro-batches it had in the last of them
     ABORT = 10  # 0 none, 1 this rank failed, 2 it stopped because of another
     CULPRIT = 11  # global rank to blame, + 1
     WAITS_FOR = 12  # global rank, + 1
@@ -265,6 +267,11 @@ class ControlBlock:
                 self._store.set(key, json.dumps({"message": message, "rank": culprit}))
         self._write_error_record(error, secondary)
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has told the others that it stops."""
+        return not self.closed and bool(self._mine[_Word.ABORT])
+
     def check(self) -> None:
         """Raise if a rank of this node has failed, or, looked up now and then, one of another node.
 
@@ -338,6 +345,31 @@ class ControlBlock:
 
         self._excepthooks = (before, hook)
         sys.excepthook = hook
+
+    def end_micro_batches(self, step: int, count: int) -> None:
+        """Say that this rank has run all ``count`` micro-batches of its share of minibatch ``step``."""
+        with self._slot_lock(self._me):
+            self._mine[_Word.ENDED_COUNT] = count
+            self._mine[_Word.ENDED_STEP] = step + 1
+
+    def check_equal_counts(self, step: int, count: int) -> None:
+        """Raise where a rank of the node ended minibatch ``step`` with fewer than ``count`` micro-batches.
+
+        Collectives need equal counts: the rank that has more would wait for a partner that never comes.
+
+        Raises:
+            UsageError: names both ranks and counts.
+        """
+        words = self._words
+        ended = (words[:, _Word.ENDED_STEP] == step + 1) & (words[:, _Word.ENDED_COUNT] < count)
+        if ended.any():
+            index = int(ended.argmax())
+            raise UsageError(
+                f"{self.describe(self._me)} has at least {count} micro-batches in step {step}, "
+                f"{self.describe(index)} only {words[index, _Word.ENDED_COUNT]}. odc.transport: collective "
+                "and odc.lockstep need the same number on every rank (balance.strategy: lb_micro or "
+                "local_sort); the on-demand transports do not"
+            )
 
     # -- waiting ---------------------------------------------------------------------------------------
 

@@ -56,6 +56,9 @@ class RankInfo:
         local_world_size: number of ranks of its node.
         node_rank: index of its node.
         source: the launcher whose variables were read, or "single process".
+        rendezvous: address and port at which rank 0 can be met.
+        config_file: the configuration that odc-launch was given.
+        error_file: where odc-launch looks for this rank's error record.
     """
 
     rank: int
@@ -64,6 +67,9 @@ class RankInfo:
     local_world_size: int | None = None
     node_rank: int | None = None
     source: str = "single process"
+    rendezvous: str | None = None
+    config_file: str | None = None
+    error_file: str | None = None
 
 
 def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
@@ -92,10 +98,25 @@ def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
             )
         names = {**table.required, **table.optional}
         values = {key: _whole_number(env, name) for key, name in names.items() if name in env}
-        info = RankInfo(source=table.name, **values)
+        info = RankInfo(
+            source=table.name,
+            rendezvous=_rendezvous(env),
+            config_file=env.get("ODC_CONFIG"),
+            error_file=env.get("ODC_ERROR_FILE"),
+            **values,
+        )
         _check(info, names)
         return info
-    return RankInfo(rank=0, world_size=1)
+    return RankInfo(rank=0, world_size=1, config_file=env.get("ODC_CONFIG"))
+
+
+def _rendezvous(env: Mapping[str, str]) -> str | None:
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if address is None or port is None:
+        return None
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"environment: MASTER_PORT={port!r} is no port number; it must be 1 to 65535")
+    return f"{address}:{port}"
 
 
 def _whole_number(env: Mapping[str, str], name: str) -> int:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from odcengine._collectives import all_gather, reduce_scatter
 from odcengine.control import ControlBlock
 from odcengine.sharding.base import Changed, Sharding
 from odcengine.sharding.layout import AllGather, ParamEntry, ParamGroup, PlainMemory, ReduceScatter
@@ -86,9 +87,7 @@ class _TimedAllGather(PlainMemory, AllGather):
     ) -> dist.Work | None:
         start = time.perf_counter()
         self._sharding.control.check()
-        work: dist.Work | None = dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
+        work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         self._sharding.control.beat()
         seconds, blocked = time.perf_counter() - start, self._sharding.blocked
         blocked.num_gathers += 1
@@ -111,7 +110,7 @@ class _TimedReduceScatter(PlainMemory, ReduceScatter):
     ) -> dist.Work | None:
         start = time.perf_counter()
         self._sharding.control.check()
-        work: dist.Work | None = dist.reduce_scatter_tensor(
+        work: dist.Work | None = reduce_scatter(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
         self._sharding.control.beat()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from odcengine._collectives import all_gather, reduce_scatter
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import OdcError, UsageError
 from odcengine.sharding.base import Changed, Sharding
@@ -172,9 +173,7 @@ class OnDemandSharding(Sharding):
             flat = torch.empty_like(rows[0])
             sums.append(flat)
             if flat.numel():
-                work = dist.reduce_scatter_tensor(
-                    flat, rows.reshape(-1), group=self._between_nodes, async_op=True
-                )
+                work = reduce_scatter(flat, rows.reshape(-1), group=self._between_nodes, async_op=True)
                 works.append((work, rows))  # the input lives until the work is done
         for work, _ in works:
             self.control.wait_work(work, "the sum of gradients between nodes")
@@ -231,9 +230,7 @@ class OnDemandSharding(Sharding):
                 rows = (
                     window.local.reshape(-1) if self._in_order() else torch.empty_like(window.local).view(-1)
                 )
-                work = dist.all_gather_into_tensor(
-                    rows, row.clone(), group=self._between_nodes, async_op=True
-                )
+                work = all_gather(rows, row.clone(), group=self._between_nodes, async_op=True)
                 works.append((work, window, rows))
         for work, window, rows in works:
             self.control.wait_work(work, "the exchange of parameters between nodes")

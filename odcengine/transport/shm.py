@@ -28,14 +28,6 @@ class ShmTransport(Transport):
         super().__init__(control, grid)
         if sys.platform != "linux":
             raise ConfigError("odc.transport: shm needs Linux; use `collective` on this system")
-        topology = control.topology
-        machines = {topology.machines[rank] for rank in grid.shards[grid.node]}
-        if len(machines) > 1:
-            hosts = {rank: topology.hosts[rank] for rank in grid.shards[grid.node]}
-            raise ConfigError(
-                f"odc.transport: shm joins ranks of one host, but these are on several: {hosts}; "
-                "use `odc.sharding: hybrid`, which keeps shm inside each host"
-            )
         self._windows: list[Window] = []
         self._views: list[list[torch.Tensor]] = []  # [window][peer]: [M, n]
         self._seen_epochs = [-1] * grid.node_size

@@ -1,0 +1,608 @@
+"""The engine: joins transport, sharding and data, and runs the protocol of a minibatch.
+
+:func:`initialize` brings the ranks together and shards the model; :class:`OdcEngine` is then called from the
+user's own loop. ``OdcEngine.step`` reads like the protocol in ``docs/protocol.md``: barrier A, collect,
+agree, clip, step, empty the accumulators, publish with flag B.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from odcengine.balance import CostModel
+from odcengine.config import Config, load_config
+from odcengine.control import Meeting, Phase
+from odcengine.data import MicroBatch, MinibatchLoader
+from odcengine.errors import ConfigError, OdcError, UsageError
+from odcengine.losses import causal_lm_loss_sum
+from odcengine.metrics import StepMetrics
+from odcengine.models import is_transformers_model, prepare_model
+from odcengine.optim import build_optimizer, build_scheduler
+from odcengine.sharding.base import Changed, Sharding
+from odcengine.sharding.collective import CollectiveSharding
+from odcengine.sharding.layout import find_groups
+from odcengine.sharding.on_demand import OnDemandSharding
+from odcengine.sharding.wrap import block_modules, check_model, shard_model
+from odcengine.start import Job, equalize_weights, join
+from odcengine.topology import read_rank_info
+from odcengine.transport.base import Grid, Transport
+from odcengine.transport.shm import ShmTransport
+
+logger = logging.getLogger(__name__)
+
+LossFn = Callable[[nn.Module, Any], torch.Tensor]
+OptimizerSource = Optimizer | Callable[[Iterable[torch.Tensor]], Optimizer]
+SchedulerSource = LRScheduler | Callable[[Optimizer], LRScheduler]
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    training_data: Any | None = None,
+    optimizer: OptimizerSource | None = None,
+    lr_scheduler: SchedulerSource | None = None,
+    loss_fn: LossFn | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    length_fn: Callable[[Any], int] | None = None,
+) -> tuple[OdcEngine, Optimizer, MinibatchLoader | None, LRScheduler | None]:
+    """Bring all ranks together, shard the model and make what a training loop needs. Collective.
+
+    Args:
+        model: the model, materialised on the CPU, the same on all ranks; rank 0's weights are given to all.
+            It is sharded in place.
+        config: path, mapping or :class:`~odcengine.config.Config`; by default the file that ``odc-launch
+            --config`` was given.
+        training_data: map-style data set for the loader (see :class:`~odcengine.data.MinibatchLoader`), or
+            None where the script brings its own batches.
+        optimizer: an optimizer over ``model.parameters()`` that has not stepped yet, or a function that makes
+            one from the sharded parameters; by default the one in the configuration.
+        lr_scheduler: a scheduler of that optimizer, or a function that makes one from it; by default the one
+            in the configuration. ``engine.step()`` steps it.
+        loss_fn: ``loss_fn(model, micro_batch)`` returns the *summed* loss of a micro-batch of the loader; by
+            default the token loss of a causal language model.
+        collate_fn: makes a micro-batch from a list of samples; by default samples are packed.
+        length_fn: length of a sample in tokens, for the load balancer.
+
+    Returns:
+        ``(engine, optimizer, loader, scheduler)``; the last two are None where there is none.
+
+    Raises:
+        ConfigError: a mistake in the configuration, the environment, the model or the data.
+        PeerError: another rank failed or did not come in time.
+    """
+    info = read_rank_info()
+    source = info.config_file if config is None else config
+    if source is None:
+        raise ConfigError(
+            "odcengine.initialize: give config=..., or start the script with odc-launch --config"
+        )
+    settings = load_config(source)
+    job = join(info, settings)
+    control = job.control
+    control.install_excepthook()
+    with control.phase(Phase.STARTING):
+        if info.rank == 0:
+            for notice in settings.notices:
+                logger.warning("config: %s", notice)
+        blocks = block_modules(model, settings.odc.wrap)
+        check_model(model, blocks, "cpu")
+        loader = None
+        if training_data is not None:
+            loader = _build_loader(model, training_data, settings, job, collate_fn, length_fn, loss_fn)
+        sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer)
+        made = _build_optimizer(settings, optimizer, parameters)
+        scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
+        engine = OdcEngine(
+            model,
+            made,
+            sharding,
+            transport,
+            job,
+            settings,
+            scheduler=scheduler,
+            loader=loader,
+            loss_fn=loss_fn,
+        )
+    return engine, made, loader, scheduler
+
+
+def _build_loader(
+    model: nn.Module,
+    training_data: Any,
+    config: Config,
+    job: Job,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    length_fn: Callable[[Any], int] | None,
+    loss_fn: LossFn | None,
+) -> MinibatchLoader:
+    batch = config.resolve_batch(job.topology.world_size)
+    if job.topology.rank == 0:
+        for notice in batch.notices:
+            logger.warning("config: %s", notice)
+    model_config = getattr(model, "config", None)
+    loader = MinibatchLoader(
+        training_data,
+        train_batch_size=batch.train_batch_size,
+        rank=job.topology.rank,
+        world_size=job.topology.world_size,
+        strategy=config.balance.strategy,
+        max_tokens=config.balance.max_tokens_per_micro_batch,
+        max_samples=batch.max_samples_per_micro_batch,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        drop_last=config.data.drop_last,
+        cost=None if model_config is None else CostModel.from_config(model_config),
+        too_long=config.data.too_long,
+        length_fn=length_fn,
+        collate_fn=collate_fn,
+        run_empty=config.odc.lockstep or config.odc.transport == "collective",
+    )
+    if loader.packs and (loss_fn is None or is_transformers_model(model)):
+        prepare_model(model)  # several samples share a row: attention must stop between them
+    return loader
+
+
+def _shard(
+    model: nn.Module, blocks: list[nn.Module], config: Config, job: Job, optimizer: OptimizerSource | None
+) -> tuple[Sharding, Transport | None, list[dict[str, Any]]]:
+    """Shard the model, install the communication, and return the parameter groups for the optimizer."""
+    bf16, topology = config.bf16.enabled, job.topology
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if bf16 and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
+    equalize_weights(model)
+    collective = config.odc.transport == "collective" or topology.world_size == 1
+    param_dtype = torch.bfloat16 if bf16 else None
+    shard_model(
+        model,
+        blocks,
+        init_device_mesh("cpu", (topology.world_size,)),
+        param_dtype=param_dtype,
+        # Collectives reduce in fp32. On demand a bf16 gradient is added to the fp32 accumulator as it is:
+        # the sum is the same, at half the traffic.
+        reduce_dtype=torch.float32 if bf16 and collective else None,
+        reshard_after_forward=config.odc.reshard_after_forward,
+    )
+    sharded = dict(model.named_parameters())
+    if isinstance(optimizer, Optimizer):
+        parameters = _rename_groups(optimizer, names, sharded)
+    else:
+        parameters = [{"params": [p for p in sharded.values() if p.requires_grad]}]
+    groups = find_groups(model, param_dtype)
+    if collective:
+        return CollectiveSharding(model, groups, job.control), None, parameters
+    transport = ShmTransport(job.control, Grid.of(topology))
+    sharding = OnDemandSharding(
+        model,
+        groups,
+        transport,
+        job.control,
+        between_nodes=job.between_nodes,
+        lockstep=config.odc.lockstep,
+    )
+    return sharding, transport, parameters
+
+
+def _rename_groups(
+    optimizer: Optimizer, names: Mapping[int, str], sharded: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Parameter groups of an optimizer made before sharding, with the sharded parameters in place."""
+    if optimizer.state:
+        raise ConfigError(
+            "optimizer: it has stepped before odcengine.initialize; its state belongs to whole parameters. "
+            "Give a new optimizer, or a function that makes one"
+        )
+    groups = []
+    for group in optimizer.param_groups:
+        unknown = sum(id(parameter) not in names for parameter in group["params"])
+        if unknown:
+            raise ConfigError(
+                f"optimizer: {unknown} of its parameters are not parameters of the model; make it from "
+                "model.parameters(), or give a function that makes it"
+            )
+        groups.append({**group, "params": [sharded[names[id(p)]] for p in group["params"]]})
+    return groups
+
+
+def _build_optimizer(
+    config: Config, source: OptimizerSource | None, parameters: list[dict[str, Any]]
+) -> Optimizer:
+    if isinstance(source, Optimizer):
+        source.param_groups = parameters
+        return source
+    if source is not None:
+        made: Optimizer = source(parameters[0]["params"])
+        return made
+    if config.optimizer is None:
+        raise ConfigError(
+            "optimizer: the configuration has none and odcengine.initialize was given none; add "
+            "`optimizer: {type: AdamW, params: {lr: 1e-5}}`, or give optimizer=..."
+        )
+    return build_optimizer(config.optimizer, parameters)
+
+
+def _build_scheduler(
+    config: Config, source: SchedulerSource | None, optimizer: Optimizer, loader: MinibatchLoader | None
+) -> LRScheduler | None:
+    if isinstance(source, LRScheduler):
+        if source.optimizer is not optimizer:
+            raise ConfigError("lr_scheduler: it belongs to another optimizer than the engine's")
+        return source
+    if source is not None:
+        return source(optimizer)
+    total = None if loader is None else len(loader) * config.data.num_epochs
+    return build_scheduler(config.scheduler, optimizer, total)
+
+
+class OdcEngine:
+    """A sharded model with its optimizer; made by :func:`initialize`.
+
+    ``engine(micro_batch)`` and ``engine.backward(loss)`` any number of times, also never, then
+    ``engine.step()`` on every rank. Usable as a context manager that closes it.
+
+    Attributes:
+        module: the sharded model.
+        optimizer: its optimizer.
+        scheduler: its learning rate scheduler, or None.
+        config: the configuration.
+        topology: ranks and nodes.
+        transport: one-sided access to other ranks; None where collectives are used, or with one rank.
+        global_steps: optimizer steps done, skipped ones included.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sharding: Sharding,
+        transport: Transport | None,
+        job: Job,
+        config: Config,
+        *,
+        scheduler: LRScheduler | None,
+        loader: MinibatchLoader | None,
+        loss_fn: LossFn | None,
+    ) -> None:
+        self.module = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.config = config
+        self.topology = job.topology
+        self.transport = transport
+        self.global_steps = 0
+        self._control = job.control
+        self._host_group = job.host_group
+        self._sharding = sharding
+        self._loader = loader
+        self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
+        self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
+        self._closed = False
+        self._minibatch_start: float | None = None
+        self._sharding.publish(Changed.ALL)
+        self._start_minibatch()
+        self._control.enter(Phase.BETWEEN, step=0, micro_batch=0)
+        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # -- a micro-batch ---------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward.
+
+        With one micro-batch of the loader (or where ``loss_fn`` was given) returns its summed loss. With
+        anything else calls the model and returns its outputs; the loss is then the caller's.
+        """
+        self._require_open()
+        with self._control.phase(Phase.FORWARD):
+            self._begin()
+            if self._equal_counts:
+                self._control.check_equal_counts(self.global_steps, self._micro_batches + 1)
+            if len(args) == 1 and not kwargs and self._knows_loss(args[0]):
+                loss = self._loss_fn(self.module, args[0])
+                if self.module.training and torch.is_grad_enabled():
+                    self._pending_counts.append(self._count_of(args[0]))
+                return loss
+            return self.module(*args, **kwargs)
+
+    def _knows_loss(self, micro_batch: Any) -> bool:
+        return isinstance(micro_batch, MicroBatch) or self._loss_fn is not causal_lm_loss_sum
+
+    def _count_of(self, micro_batch: Any) -> float | None:
+        name = "num_targets" if self.config.odc.normalize_by == "tokens" else "num_samples"
+        value = getattr(micro_batch, name, None)
+        return None if value is None else float(value)
+
+    def backward(self, loss: torch.Tensor, *, count: float | None = None) -> None:
+        """Backward of a *summed* loss; gradients add up in their owners' accumulators.
+
+        Args:
+            loss: scalar, the sum of the losses of the micro-batch (not their mean).
+            count: what the micro-batch adds to the number that the minibatch's loss is divided by: tokens
+                with a target, or sequences. Needed where the engine did not compute the loss itself.
+
+        Raises:
+            UsageError: the count is missing or is no number of 0 or more, or the loss is no scalar.
+        """
+        self._require_open()
+        with self._control.phase(Phase.BACKWARD):
+            self._begin()
+            if loss.numel() != 1:
+                raise UsageError(
+                    f"backward: the loss has shape {list(loss.shape)}; give the sum of the losses"
+                )
+            count = self._sum_pending() if count is None else float(count)
+            if not 0 <= count < math.inf:
+                raise UsageError(f"backward: count is {count}; it must be a number of 0 or more")
+            if self._loader is not None and self._loader.is_dummy:
+                # A stand-in that keeps collectives in step: run it, but let it add nothing.
+                loss, count = loss * 0.0, 0.0
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._pending_counts.clear()
+            self._count += count
+            self._loss_sum += loss.detach().reshape(()).to("cpu", torch.float64)
+            self._micro_batches += 1
+        self._control.enter(Phase.BETWEEN, micro_batch=self._micro_batches)
+
+    def _sum_pending(self) -> float:
+        # Only the sum over the minibatch matters, so a backward may cover several forwards.
+        counts = [count for count in self._pending_counts if count is not None]
+        if not counts or len(counts) < len(self._pending_counts):
+            raise UsageError(
+                "backward: give count=..., the number of tokens (or sequences) that the summed loss is over; "
+                "the engine knows it only for micro-batches of its loader"
+            )
+        return sum(counts)
+
+    # -- the minibatch's end ---------------------------------------------------------------------------
+
+    def step(self) -> StepMetrics:
+        """End the minibatch: sum gradients over all ranks, clip, update, publish. Every rank calls it.
+
+        Returns:
+            What the step did, and how long it took.
+
+        Raises:
+            UsageError: ranks are at different places of the program.
+            PeerError: another rank failed, died or gave no sign of life.
+        """
+        self._require_open()
+        control, step = self._control, self.global_steps
+        with control.phase(Phase.BARRIER):
+            self._begin()
+            if self._pending_counts:
+                logger.warning("step %d: a forward without backward; its count is left out", step)
+            busy_s = time.perf_counter() - self._started - self._sharding.blocked.wait_s
+            wait_s = self._meet(step) + self._sharding.blocked.wait_s
+        boundary_start = time.perf_counter()
+        with control.phase(Phase.COLLECT):
+            squared_norm = self._sharding.collect()
+        with control.phase(Phase.AGREE):
+            agreed = self._agree(squared_norm, busy_s, wait_s)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        with control.phase(Phase.UPDATE):
+            applied = self._update(agreed)
+        with control.phase(Phase.PUBLISH):
+            self._sharding.release()
+            self._sharding.publish(Changed.TRAINABLE if applied else Changed.NONE)
+        blocked = self._sharding.blocked
+        metrics = StepMetrics(
+            step=step,
+            loss=agreed.loss_sum / agreed.count if agreed.count else math.nan,
+            count=agreed.count,
+            grad_norm=agreed.grad_norm,
+            applied=applied,
+            lr=lr,
+            num_micro_batches=agreed.num_micro_batches,
+            busy_s=agreed.busy_s,
+            wait_s=agreed.wait_s,
+            boundary_s=time.perf_counter() - boundary_start,
+            gather_s=blocked.gather_s,
+            push_s=blocked.push_s,
+        )
+        self.global_steps += 1
+        self._start_minibatch()
+        control.enter(Phase.BETWEEN, step=self.global_steps, micro_batch=0)
+        self._report(metrics)
+        return metrics
+
+    def _meet(self, step: int) -> float:
+        """Barrier A: all pushes have landed, all pulls have completed."""
+        if self.transport is not None:
+            return self.transport.barrier(Meeting.END_OF_STEP, step)
+        if self._equal_counts:
+            self._control.end_micro_batches(step, self._micro_batches)
+        waited = self._control.barrier(Meeting.END_OF_STEP, step)
+        if self._equal_counts:
+            self._control.check_equal_counts(step, self._micro_batches)
+        return waited
+
+    def _agree(self, squared_norm: torch.Tensor, busy_s: float, wait_s: float) -> _Agreed:
+        """One small all-reduce tells every rank what all have done."""
+        world_size, rank = self.topology.world_size, self.topology.rank
+        totals = torch.stack(
+            [
+                self._loss_sum,
+                torch.tensor(self._count, dtype=torch.float64),
+                squared_norm,
+                torch.tensor(self._micro_batches, dtype=torch.float64),
+            ]
+        )
+        times = torch.zeros(2, world_size, dtype=torch.float64)
+        times[0, rank], times[1, rank] = busy_s, wait_s
+        message = torch.cat([totals, times.view(-1), self._sharding.used()])
+        if world_size > 1:
+            work = dist.all_reduce(message, group=self._host_group, async_op=True)
+            self._control.wait_work(work, "the agreement on norm and counts")
+        loss_sum, count, squared, micro_batches = message[:4].tolist()
+        times = message[4 : 4 + 2 * world_size].view(2, world_size)
+        return _Agreed(
+            loss_sum=loss_sum,
+            count=count,
+            grad_norm=math.sqrt(squared) / count if count else math.nan,
+            num_micro_batches=round(micro_batches),
+            busy_s=tuple(times[0].tolist()),
+            wait_s=tuple(times[1].tolist()),
+            used=message[4 + 2 * world_size :] > 0,
+        )
+
+    def _update(self, agreed: _Agreed) -> bool:
+        """Clip and step, but skip on all ranks a gradient that is not finite, or of nothing to learn."""
+        if not agreed.count or not math.isfinite(agreed.grad_norm):
+            if self.topology.rank == 0:
+                reason = "its gradient is not finite" if agreed.count else "it has nothing to learn"
+                logger.warning("step %d is skipped on all ranks: %s", self.global_steps, reason)
+            return False
+        scale, limit = 1.0 / agreed.count, self.config.gradient_clipping
+        if limit > 0:
+            scale *= min(1.0, limit / (agreed.grad_norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        self._sharding.expose(agreed.used, scale)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return True
+
+    def _report(self, metrics: StepMetrics) -> None:
+        every = self.config.steps_per_print
+        if self.topology.rank == 0 and every and (metrics.step + 1) % every == 0:
+            logger.info(
+                "step %d: loss %.4f, grad norm %.3g, lr %.3g, idle %s",
+                metrics.step,
+                metrics.loss,
+                metrics.grad_norm,
+                metrics.lr,
+                " ".join(f"{share:.1%}" for share in metrics.idle_shares),
+            )
+
+    def _start_minibatch(self) -> None:
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._count = 0.0
+        self._pending_counts: list[float | None] = []  # of forwards since the last backward
+        self._micro_batches = 0
+        self._begun = False
+        self._started = time.perf_counter()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._sharding.begin()
+            self._begun = True
+
+    # -- the rest --------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> OdcEngine:
+        """Switch the model to training; returns the engine."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> OdcEngine:
+        """Switch the model to evaluation; forwards then pull parameters as in training, at any time."""
+        return self.train(False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's parameters."""
+        return self.module.parameters()
+
+    def publish(self) -> None:
+        """Make parameters that the script has changed itself the ones that all ranks use. Collective.
+
+        Call it on every rank, between minibatches, after loading or changing weights.
+        """
+        self._require_open()
+        with self._control.phase(Phase.PUBLISH):
+            if self._micro_batches:
+                raise UsageError("publish: call it between minibatches, after step() and before a backward")
+            barrier = self._control.barrier if self.transport is None else self.transport.barrier
+            barrier(Meeting.PUBLISH, self.global_steps)
+            self._sharding.publish(Changed.ALL)
+
+    def close(self) -> None:
+        """Leave the job: wait for all ranks, then let go of shared memory. The model stays sharded.
+
+        Raises:
+            PeerError: another rank failed before it came here.
+        """
+        if self._closed:
+            return
+        self._leave()
+        try:
+            with self._control.phase(Phase.CLOSING):
+                self._sharding.close()
+                if self.transport is None:
+                    self._control.barrier(Meeting.CLOSE)
+                else:
+                    self.transport.close()
+        finally:
+            self._control.close()
+
+    def __enter__(self) -> OdcEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
+        """After a failure: tell the others and go, without meeting them."""
+        if self._closed:
+            return
+        self._leave()
+        self._control.fail(error)
+        self._sharding.close()
+        if self.transport is not None:
+            self.transport.close(orderly=False)
+
+    def _leave(self) -> None:
+        self._closed = True
+        atexit.unregister(self._at_exit)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("the engine is closed; call initialize again for another run")
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks know after the agreement; see :class:`StepMetrics` for most fields."""
+
+    loss_sum: float
+    count: float
+    grad_norm: float
+    num_micro_batches: int
+    busy_s: tuple[float, ...]
+    wait_s: tuple[float, ...]
+    used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
+
+
+def _close_at_exit(reference: weakref.ref[OdcEngine]) -> None:
+    """Close an engine that the script left open, if the run went well so far."""
+    engine = reference()
+    if engine is None or engine._closed:
+        return
+    if engine._control.failed:
+        engine._closed = True
+        return
+    try:
+        engine.close()
+    except OdcError as error:
+        logger.error("at exit: %s", error)

@@ -1,0 +1,201 @@
+"""Bringing the ranks together: process group, topology, control block. Used by ``odcengine.initialize``."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import hashlib
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from odcengine._collectives import all_gather
+from odcengine.config import Config
+from odcengine.control import ControlBlock
+from odcengine.errors import ConfigError
+from odcengine.topology import RankInfo, Topology, build_topology
+
+logger = logging.getLogger(__name__)
+
+_NEVER = datetime.timedelta(days=7)  # collectives at the boundary are watched by ControlBlock.wait_work
+
+
+@dataclass(frozen=True)
+class Job:
+    """This rank's place in the job.
+
+    Attributes:
+        topology: ranks and nodes.
+        control: the node's control block.
+        host_group: gloo process group of all ranks, for small host-side exchanges at the boundary.
+        between_nodes: gloo process group of the ranks with this rank's local index, one a node; None with
+            one node.
+    """
+
+    topology: Topology
+    control: ControlBlock
+    host_group: dist.ProcessGroup
+    between_nodes: dist.ProcessGroup | None
+
+
+def join(info: RankInfo, config: Config) -> Job:
+    """Meet all ranks. Collective.
+
+    Args:
+        info: this rank.
+        config: the configuration, equal on all ranks.
+
+    Returns:
+        The job.
+
+    Raises:
+        ConfigError: the ranks' configurations differ, or sharding does not fit the nodes.
+        DeadlineError: a rank did not come in time.
+    """
+    options = config.odc
+    startup = datetime.timedelta(seconds=options.startup_timeout_s)
+    if not dist.is_initialized():
+        _init_process_group(info, startup)
+    elif (dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size):
+        raise ConfigError(
+            f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
+            f"{info.source} says rank {info.rank} of {info.world_size}; initialise it from the same variables"
+        )
+
+    exchange = _exchanger()
+    _compare(exchange, "configuration", _digest(config.to_yaml()))
+    topology = _choose_nodes(build_topology(info, exchange, node_size=options.node_size), config)
+    host_group = dist.new_group(backend="gloo", timeout=_NEVER)
+    between_nodes = None
+    if topology.num_nodes > 1 and topology.is_even:
+        for column in zip(*topology.nodes, strict=True):
+            group = dist.new_group(sorted(column), backend="gloo", timeout=_NEVER)
+            if topology.rank in column:
+                between_nodes = group
+
+    # One token a node, made by its first rank: the key to the node's shared memory.
+    tokens = exchange(secrets.token_hex(16))
+    control = ControlBlock(
+        topology,
+        token=tokens[topology.peers[0]],
+        timeout_s=options.timeout_s,
+        startup_timeout_s=options.startup_timeout_s,
+        store=_open_store(topology, exchange, startup) if topology.num_nodes > 1 else None,
+        error_file=info.error_file,
+    )
+    return Job(topology, control, host_group, between_nodes)
+
+
+def _init_process_group(info: RankInfo, timeout: datetime.timedelta) -> None:
+    if info.world_size == 1 and info.rendezvous is None:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif info.rendezvous is None:
+        raise ConfigError(
+            f"environment: {info.source} says rank {info.rank} of {info.world_size}, but MASTER_ADDR and "
+            "MASTER_PORT, where rank 0 is met, are not both set (odc-launch and torchrun set them)"
+        )
+    else:
+        dist.init_process_group(
+            "gloo", rank=info.rank, world_size=info.world_size, init_method="env://", timeout=timeout
+        )
+    atexit.register(_destroy_process_group)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _exchanger() -> Callable[[str], list[str]]:
+    """A function that gathers one text from every rank, in rank order, as tensors of bytes."""
+
+    def exchange(text: str) -> list[str]:
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        world_size = dist.get_world_size()
+        sizes = torch.zeros(world_size, dtype=torch.int64)
+        all_gather(sizes, torch.tensor([data.numel()]))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = torch.empty(world_size * padded.numel(), dtype=torch.uint8)
+        all_gather(rows, padded)
+        texts = rows.view(world_size, -1)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(texts, sizes.tolist(), strict=True)]
+
+    return exchange
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compare(exchange: Callable[[str], Sequence[str]], what: str, mine: str) -> None:
+    texts = exchange(mine)
+    odd = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if odd:
+        raise ConfigError(
+            f"the {what} of ranks {odd} differs from rank 0's ({texts[odd[0]]}, rank 0 has {texts[0]}); "
+            "all ranks must run the same script with the same files"
+        )
+
+
+def _choose_nodes(topology: Topology, config: Config) -> Topology:
+    """The topology that windows are laid out for: hybrid sharding keeps the nodes, full has one."""
+    mode, one_machine = config.odc.sharding, len(set(topology.machines)) == 1
+    if config.odc.transport == "collective":
+        return topology.flat() if one_machine else topology
+    if mode == "hybrid" and not topology.is_even:
+        counts = {topology.hosts[ranks[0]]: len(ranks) for ranks in topology.nodes}
+        raise ConfigError(
+            f"odc.sharding: hybrid needs the same number of ranks on every node, but they have {counts}; "
+            "start equal numbers, or use `odc.sharding: full`"
+        )
+    if mode == "hybrid" or (mode == "auto" and topology.is_even):
+        return topology
+    if not one_machine:
+        raise ConfigError(
+            f"odc.transport: shm joins ranks of one host, but with `odc.sharding: {mode}` it would have to "
+            f"join the hosts {sorted(set(topology.hosts))}; use `odc.sharding: hybrid` with equal numbers of "
+            "ranks on each, which keeps shm inside each host"
+        )
+    return topology.flat()
+
+
+def _open_store(
+    topology: Topology, exchange: Callable[[str], Sequence[str]], timeout: datetime.timedelta
+) -> TCPStore:
+    """A key-value store on rank 0's host, for signs of life and failures between nodes."""
+    serving = None
+    if topology.rank == 0:
+        serving = TCPStore(topology.hosts[0], 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    address = exchange(json.dumps([socket.gethostname(), serving.port if serving else 0]))[0]
+    if serving is not None:
+        return serving
+    host, port = json.loads(address)
+    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def equalize_weights(model: nn.Module) -> None:
+    """Give all ranks rank 0's parameters and buffers, as DeepSpeed does. Collective.
+
+    Args:
+        model: the model, not sharded yet.
+
+    Raises:
+        ConfigError: the ranks' models differ in names, shapes or dtypes.
+    """
+    if dist.get_world_size() == 1:
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shape = json.dumps([[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()])
+    _compare(_exchanger(), "model (names, shapes, dtypes, requires_grad of its tensors)", _digest(shape))
+    for tensor in tensors.values():
+        if tensor.numel():
+            dist.broadcast(tensor.detach(), src=0)

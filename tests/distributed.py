@@ -1,0 +1,147 @@
+"""Runs a function on several real processes, with a deadline, and names the ranks that failed or hung.
+
+Processes are forked from a server that has imported torch already, so starting one takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "odcengine.engine", "transformers"])
+
+
+@dataclass
+class RankResult:
+    """What became of one rank: exactly one of value, error, exit code and hang says it."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    error_type: str | None = None
+    exit_code: int | None = None
+    hung: bool = False
+    seconds: float = 0.0
+    stack: str = field(default="", repr=False)
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and not self.hung and self.exit_code == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    timeout_s: float,
+    env: dict[str, str],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    os.environ.update(env)
+    with open(Path(folder) / f"stack{rank}", "w") as stack:
+        faulthandler.dump_traceback_later(max(timeout_s - 2.0, 0.5), file=stack)
+        result: dict[str, Any] = {}
+        try:
+            result["value"] = function(rank, world_size, *args)
+        except BaseException as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+            result["error_type"] = type(error).__name__
+            traceback.print_exc()
+        temporary = Path(folder) / f"result{rank}.tmp"
+        temporary.write_bytes(pickle.dumps(result))
+        temporary.rename(Path(folder) / f"result{rank}")
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    env: dict[str, str] | None = None,
+    during: Callable[[list[int]], None] | None = None,
+) -> list[RankResult]:
+    """Run ``function(rank, world_size, *args)`` on ``world_size`` processes and wait for all of them.
+
+    ``during`` is called once with the process ids while they run (to kill or stop one). Ranks that have not
+    ended at the deadline are killed and reported with their Python stacks. Never raises for a rank's failure.
+    """
+    port, start = free_port(), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            _CONTEXT.Process(
+                target=_child, args=(function, rank, world_size, port, folder, timeout_s, env or {}, args)
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        results = [RankResult(rank) for rank in range(world_size)]
+        ended: dict[int, float] = {}
+        try:
+            if during is not None:
+                during([process.pid or 0 for process in processes])
+            while len(ended) < world_size and time.monotonic() - start < timeout_s:
+                for rank, process in enumerate(processes):
+                    if rank not in ended and not process.is_alive():
+                        ended[rank] = time.monotonic() - start
+                time.sleep(0.005)
+        finally:
+            for rank, process in enumerate(processes):
+                if process.is_alive():
+                    results[rank].hung = True
+                    os.kill(process.pid or 0, signal.SIGKILL)
+                process.join(10)
+        for rank, (process, result) in enumerate(zip(processes, results, strict=True)):
+            result.seconds = ended.get(rank, timeout_s)
+            result.exit_code = process.exitcode
+            stored = Path(folder) / f"result{rank}"
+            if stored.exists():
+                for name, value in pickle.loads(stored.read_bytes()).items():
+                    setattr(result, name, value)
+            stack = Path(folder) / f"stack{rank}"
+            result.stack = stack.read_text() if stack.exists() else ""
+    return results
+
+
+def values(results: list[RankResult]) -> list[Any]:
+    """The values of all ranks; fails with every rank's trouble if one has any."""
+    bad = [r for r in results if not r.ok]
+    if bad:
+        lines = [f"rank {r.rank}: exit {r.exit_code}, hung {r.hung}, {r.error}\n{r.stack}" for r in bad]
+        raise AssertionError("\n".join(lines))
+    return [r.value for r in results]
