@@ -344,8 +344,8 @@ def test_several_signals_while_training_goes_on(launcher: Launcher) -> None:
     launcher.wait_for("ready*", 2)
     for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR1):
         process.send_signal(number)
-        wait_until(lambda name=number.name: launcher.log(0).endswith(f"heard {name}\n".encode()))
-        time.sleep(0.2)
+        last = f"heard {number.name}\n".encode()
+        wait_until(lambda last=last: launcher.log(0).endswith(last) and launcher.log(1).endswith(last))  # type: ignore[misc]
     process.terminate()
     assert finish(process)[0] == 0
     assert launcher.log(1).split()[1::2] == [b"SIGUSR1", b"SIGHUP", b"SIGUSR1", b"SIGTERM"]

@@ -1,0 +1,55 @@
+# Every target works in a fresh clone without a virtual environment.
+#
+#   make install   create .venv with the pinned CPU build of torch and the development tools
+#   make demo      train a small model on this machine's CPU cores
+#   make test      the default test run             (PYTEST_ARGS="..." is passed on)
+#   make check     ruff and mypy
+#   make soak      long stress runs
+#   make dist      wheel and sdist in dist/
+#   make clean     remove what was built and cached; .venv, logs and checkpoints stay
+#
+# Another interpreter: make PYTHON=/path/to/python3.12 install
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.odcengine-installed
+
+.PHONY: install demo test check soak dist clean
+
+install: $(STAMP)
+
+$(STAMP): setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "odcengine needs Python 3.10 or newer; '$(PYTHON)' is not. Name another: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' has no venv module. Install it (Debian, Ubuntu: apt-get install python3-venv)," >&2; \
+	  echo "or name another interpreter: make PYTHON=/path/to/python3" >&2; \
+	  exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: install
+	$(BIN)/python examples/demo/run.py
+
+test: install
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy odcengine launcher/odc_launcher tools/odc_tools
+
+soak: install
+	$(BIN)/odc selftest --soak
+
+dist: install
+	$(BIN)/python -m build --outdir dist .
+
+clean:
+	rm -rf build dist demo_out *.egg-info launcher/*.egg-info tools/*.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find odcengine launcher tools tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
