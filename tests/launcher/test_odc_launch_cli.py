@@ -122,7 +122,7 @@ def test_everything_after_the_script_is_the_scripts(launcher: Launcher) -> None:
         b'it\'s "x" $HOME `id` \\',
         b"a\nb\t",
         b"",
-        "größe→".encode(),
+        "gr\u00f6\u00dfe\u2192".encode(),
         b"\xff\xfe",
     ]
     code, out, err = finish(launcher.start("--nproc-per-node=1", "script.py", *args))

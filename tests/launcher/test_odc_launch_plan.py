@@ -155,7 +155,7 @@ def test_shown_ranks(show: str, shown: set[int]) -> None:
 
 
 def test_rendered_commands_can_be_parsed_and_hide_secrets() -> None:
-    args = ("two words", 'it\'s "x"', "a\nb", "$HOME", "*", "", "é")
+    args = ("two words", 'it\'s "x"', "a\nb", "$HOME", "*", "", "\u00e9")
     environ = {
         "NCCL_DEBUG": "it's $x",
         "WANDB_API_KEY": "geheim",
