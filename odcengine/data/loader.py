@@ -199,19 +199,25 @@ class MinibatchLoader:
         self.collate_fn = collate_fn
         self.pad_to_multiple_of = pad_to_multiple_of
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
-        self._packs = collate_fn is None and _is_token_sample(dataset[0])
-        self.lengths, self.num_targets = _measure(dataset, length_fn, self._packs)
+        self.packs = collate_fn is None and _is_token_sample(dataset[0])
+        self.lengths, self.num_targets = _measure(dataset, length_fn, self.packs)
         self._truncated: frozenset[int] = frozenset()
         self._usable = np.arange(len(self.lengths))
         self._handle_too_long(too_long)
         self.epoch = 0
         self.index = 0
+        self._current: Minibatch | None = None
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
         if len(self) == 0:
             raise ConfigError(
                 f"data: {len(self._usable)} samples are less than train_batch_size {train_batch_size}, and "
                 "drop_last leaves out the short minibatch: nothing to train on; set drop_last to false"
             )
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the micro-batch handed out last only stands for an empty one (:class:`Minibatch`)."""
+        return self._current is not None and self._current.is_dummy
 
     def __len__(self) -> int:
         """Minibatches of a whole epoch."""
@@ -222,7 +228,8 @@ class MinibatchLoader:
         while self.index < len(self):
             # Counted when it is handed out: state is saved after the step that uses it.
             self.index += 1
-            yield self.minibatch(self.index - 1)
+            self._current = self.minibatch(self.index - 1)
+            yield self._current
         self.epoch += 1
         self.index = 0
 
@@ -332,7 +339,7 @@ class MinibatchLoader:
 
     def _load(self, sample_ids: tuple[int, ...], stand_in: int) -> Any:
         """The micro-batch of some samples; a dummy for none."""
-        if self._packs:
+        if self.packs:
             samples = [self._sample(index) for index in sample_ids]
             batch = pack_samples(samples, sample_ids=sample_ids, pad_to_multiple_of=self.pad_to_multiple_of)
             if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
@@ -367,13 +374,14 @@ class MinibatchLoader:
             raise ConfigError(
                 f"data: {what}; raise the limit to {self.lengths.max()}, or choose to truncate or skip them"
             )
-        logger.warning("data: %s; too_long is %s", what, too_long)
+        if self.rank == 0:
+            logger.warning("data: %s; too_long is %s", what, too_long)
         if too_long == "skip":
             self._usable = np.flatnonzero(self.lengths <= self.max_tokens)
             if not len(self._usable):
                 raise ConfigError(f"data: {what}, and nothing is left when they are skipped")
             return
-        if not self._packs:
+        if not self.packs:
             raise ConfigError(
                 f"data: {what}; only samples with input_ids that the loader packs itself can be truncated; "
                 "choose error or skip, or truncate them in the data set"
