@@ -71,7 +71,6 @@ NO_EFFECT = {
     "zero_optimization.log_trace_cache_warnings": "there is no trace cache",
     "zero_optimization.memory_efficient_linear": "torch's own linear layers are used",
     "zero_optimization.mics_hierarchical_params_gather": "see odc.sharding",
-    "zero_optimization.model_persistence_threshold": "every parameter is sharded",
     "zero_optimization.override_module_apply": "nn.Module.apply is left as it is",
     "zero_optimization.overlap_comm": "pulls and pushes always overlap with computation",
     "zero_optimization.pipeline_loading_checkpoint": "there is no pipeline",
@@ -94,6 +93,12 @@ NO_EFFECT = {
     "zero_optimization.use_multi_rank_bucket_allreduce": _PUSH,
 }
 """DeepSpeed keys accepted with any value and reported as without effect, with the reason."""
+
+STAGE3_PREFIX = "zero_optimization.stage3_"
+NO_EFFECT |= {
+    key.replace("stage3_", ""): reason for key, reason in NO_EFFECT.items() if key.startswith(STAGE3_PREFIX)
+}
+# DeepSpeed takes the names without the prefix as well.
 
 _BF16 = "use `bf16: {enabled: true}`, which needs no loss scaling"
 _OFFLOAD = "the shards live where the ranks compute; use more ranks, or remove it"

@@ -91,7 +91,7 @@ take any value.
 _NO_EFFECT = """\
 ## DeepSpeed keys without effect
 Accepted with any value and reported. A key is in this table if the run trains the same model without
-it, in about the same memory.
+it, in about the same memory. Names with `stage3_` may be written without it.
 """
 
 _REFUSED = """\
@@ -139,7 +139,9 @@ def _parts() -> Iterator[str]:
         for key, (harmless, reason) in table.items()
         if harmless is ...
     }
-    no_effect = sorted({**deepspeed.NO_EFFECT, **params}.items())
+    prefix = deepspeed.STAGE3_PREFIX
+    short = {key.replace("stage3_", "") for key in deepspeed.NO_EFFECT if key.startswith(prefix)}
+    no_effect = sorted((key, why) for key, why in (deepspeed.NO_EFFECT | params).items() if key not in short)
     yield _NO_EFFECT + "\n" + _table(("key", "because"), ((f"`{key}`", why) for key, why in no_effect))
     yield (
         _REFUSED

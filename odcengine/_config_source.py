@@ -11,6 +11,7 @@ Plain YAML scalars follow the core schema of YAML 1.2: ``2e-5`` is a number, ``y
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import json
 import math
@@ -450,7 +451,8 @@ def _read_mapping(source: Mapping[str, Any]) -> Source:
         if isinstance(value, numbers.Integral):
             return int(value)
         if isinstance(value, numbers.Real):
-            return float(value)
+            with contextlib.suppress(OverflowError):
+                return float(value)
         if isinstance(value, os.PathLike):
             return os.fsdecode(value)
         if isinstance(value, Mapping):
@@ -458,7 +460,9 @@ def _read_mapping(source: Mapping[str, Any]) -> Source:
             for key, inner in value.items():
                 if isinstance(key, str):
                     name = counter.clean(str.__str__(key), path, 1)
-                    mapping[name] = convert(inner, (*path, name))
+                    plain = convert(inner, (*path, name))
+                    if plain is not None or inner is None:  # else it is among the problems
+                        mapping[name] = plain
                 else:
                     message = f"the key {show(key)} is not text"
                     result.problems.append(Problem(path, message))

@@ -59,7 +59,7 @@ def _block_classes(value: Any) -> Any:
     names = value if isinstance(value, tuple) else ()
     if value == "auto" or (names and all(isinstance(n, str) and n.isidentifier() for n in names)):
         return value
-    if isinstance(value, str) and value.isidentifier():
+    if isinstance(value, str) and value.isidentifier() and value.isascii():
         raise ValueError(f"got one name; expected auto or a list of class names: [{value}]")
     raise ValueError("expected auto or a list of class names such as [LlamaDecoderLayer]")
 
