@@ -211,9 +211,9 @@ class _Checker:
         for key, (harmless, reason) in deepspeed.PARAMS[name].items():
             if key in params and key not in PARAMS[name][kind].model_fields:
                 value = params.pop(key)
-                if harmless is ... or (type(value) is type(harmless) and value == harmless):
+                if harmless is ...:
                     self.notice((*path, key), f"accepted without effect: {reason}")
-                else:
+                elif type(value) is not type(harmless) or value != harmless:
                     self.problem((*path, key), reason)
         if kind == "WarmupDecayLR" and "warmup_max_lr" not in params:
             self.notice(path, "warmup_max_lr is the optimizer's lr (in DeepSpeed it would be 0.001)")

@@ -259,7 +259,7 @@ PARAMS: dict[str, dict[str, tuple[object, str]]] = {
         "last_epoch": (-1, "a schedule starts at 0 and is resumed from a checkpoint; remove it"),
     },
 }
-"""Parameters of DeepSpeed's classes that ours lack: the harmless value (``...``: any) and the reason."""
+"""Parameters that ours lack: the only value they may have (``...``: any, without effect), and the reason."""
 
 
 def known_keys(prefix: str) -> list[str]:

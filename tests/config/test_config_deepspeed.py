@@ -172,7 +172,6 @@ def test_what_is_off_is_not_reported_and_what_is_renamed_is() -> None:
         "activation_checkpointing",
         "flops_profiler",
         "optimizer.params.torch_adam",
-        "scheduler.params.last_batch_iteration",
         "tensorboard",
     }
     others = [line for line in config.notices if "accepted without effect" not in line]
