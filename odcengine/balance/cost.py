@@ -111,6 +111,8 @@ class CostModel:
         Raises:
             ValueError: the configuration lacks one of the four numbers.
         """
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
         required = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
         missing = [name for name in required if not isinstance(getattr(config, name, None), int)]
         if missing:
@@ -138,6 +140,19 @@ class CostModel:
             gated=getattr(config, "model_type", "") not in _UNGATED_MODEL_TYPES,
             recompute=recompute,
         )
+
+    @classmethod
+    def for_model(cls, model: Any, *, recompute: bool = False) -> CostModel:
+        """:meth:`from_config` of ``model.config``; :meth:`default` where that does not tell the shape.
+
+        Args:
+            model: any model.
+            recompute: activation checkpointing of every block.
+        """
+        try:
+            return cls.from_config(getattr(model, "config", None), recompute=recompute)
+        except ValueError:
+            return cls.default()
 
     @classmethod
     def default(cls) -> CostModel:

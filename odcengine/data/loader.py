@@ -47,7 +47,7 @@ class Minibatch:
         num_targets_global: positions with a target over the samples of all ranks, or None where the data
             set does not tell (then it has to be counted while working, and agreed on).
         num_samples_without_targets: samples, over all ranks, that have nothing to learn; None as above.
-        load: makes a micro-batch from data set indices.
+        load: makes a micro-batch of this minibatch from data set indices.
         run_empty: also give a dummy for every empty micro-batch.
     """
 
@@ -61,7 +61,7 @@ class Minibatch:
         epoch: int,
         num_targets_global: int | None,
         num_samples_without_targets: int | None,
-        load: Callable[[tuple[int, ...]], Any],
+        load: Callable[[Minibatch, tuple[int, ...]], Any],
         run_empty: bool,
     ) -> None:
         self.plan = plan
@@ -96,7 +96,7 @@ class Minibatch:
     def __iter__(self) -> Iterator[Any]:
         for group in self._groups:
             self._handed_out = group
-            yield self._load(tuple(self.sample_ids[position] for position in group))
+            yield self._load(self, tuple(self.sample_ids[position] for position in group))
         self._handed_out = None
 
     def __repr__(self) -> str:
@@ -123,7 +123,8 @@ class MinibatchLoader:
     are; it lets every rank know the global count of a minibatch beforehand.
 
     Attributes: ``lengths`` (int64, of each sample, after truncation), ``num_targets`` (int64, positions with
-    a target of each sample, or None where unknown), ``epoch`` and ``index`` (the minibatch that iterating
+    a target of each sample, or None where unknown), ``packs`` (whether samples are packed
+    here, into :class:`~odcengine.data.MicroBatch`), ``epoch`` and ``index`` (the minibatch that iterating
     gives next), and the arguments under their names.
 
     Args:
@@ -276,7 +277,7 @@ class MinibatchLoader:
             epoch=epoch,
             num_targets_global=None if targets is None else int(targets.sum()),
             num_samples_without_targets=None if targets is None else int((targets == 0).sum()),
-            load=lambda group: self._load(group, stand_in=ids[0]),
+            load=self._load,
             run_empty=self.run_empty,
         )
 
@@ -337,8 +338,9 @@ class MinibatchLoader:
             self._order_of_epoch = (epoch, order)
         return self._order_of_epoch[1]
 
-    def _load(self, sample_ids: tuple[int, ...], stand_in: int) -> Any:
-        """The micro-batch of some samples; a dummy for none."""
+    def _load(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
+        """The micro-batch of some samples of a minibatch; a dummy for none."""
+        self._current = minibatch
         if self.packs:
             samples = [self._sample(index) for index in sample_ids]
             batch = pack_samples(samples, sample_ids=sample_ids, pad_to_multiple_of=self.pad_to_multiple_of)
@@ -349,7 +351,7 @@ class MinibatchLoader:
                     "micro-batch; correct the data set's attribute lengths, or length_fn"
                 )
             return batch
-        samples = [self._sample(index) for index in sample_ids or (stand_in,)]
+        samples = [self._sample(index) for index in sample_ids or minibatch.sample_ids[:1]]
         collate = self.collate_fn or torch.utils.data.default_collate
         return collate(samples)
 

@@ -7,8 +7,9 @@ work is the sum of the samples' own. A call without boundaries (evaluation, gene
 transformers' own ``sdpa`` attention and masks.
 
 Not every model can be packed: recurrent layers carry state over a boundary, and some models make their
-positions themselves. :func:`prepare_model` refuses what it knows to be wrong, and with ``probe=True`` proves
-on a tiny input that samples do not see each other and get the same logits as alone.
+positions themselves or do not hand the boundaries down to their attention. :func:`prepare_model` refuses what
+it knows to be wrong, and proves on a tiny input that samples do not see each other and get the same logits as
+alone.
 """
 
 from __future__ import annotations
@@ -187,12 +188,14 @@ def prepare_config(config: Any) -> Any:
     return prepared
 
 
-def prepare_model(model: nn.Module, *, probe: bool = False) -> nn.Module:
+def prepare_model(model: nn.Module, *, probe: bool | None = None) -> nn.Module:
     """Make a model attend to packed rows correctly, in place; call it before sharding.
 
     Args:
         model: causal language model of transformers, also wrapped (PEFT, for example).
-        probe: prove it with :func:`check_isolation`; needs weights that are not on the meta device.
+        probe: prove it with :func:`check_isolation`, a handful of forwards of ten tokens. By default where
+            the weights are real; a model on the meta device cannot be proved so: call
+            :func:`check_isolation` when it has weights, or prove a small model of the same class.
 
     Returns:
         The same model. Its configuration is a copy now; the one that it was made from stays as it is.
@@ -216,6 +219,8 @@ def prepare_model(model: nn.Module, *, probe: bool = False) -> nn.Module:
     for module, config in before:
         module.config = copy.deepcopy(config, memo)
     _set_attention(model, PACKED_ATTENTION)
+    if probe is None:
+        probe = not any(parameter.is_meta for parameter in model.parameters())
     if probe:
         try:
             check_isolation(model)
@@ -247,8 +252,9 @@ def check_isolation(model: nn.Module, tolerance: float = 1e-5) -> None:
         )
     if weights.dtype in (torch.bfloat16, torch.float16):
         tolerance = max(tolerance, 0.05)
-    samples = [[3, 1, 4, 1, 5], [9, 2, 6, 5], [8]]
-    changed = [[2, 7, 1, 8, 2], *samples[1:]]
+    vocab_size = _transformers_modules(model)[0].get_input_embeddings().weight.shape[0]
+    samples = [[token % vocab_size for token in tokens] for tokens in ([3, 1, 4, 1, 5], [9, 2, 6, 5], [8])]
+    changed = [[(token + 1) % vocab_size for token in samples[0]], *samples[1:]]
     refusal = f"{type(model).__name__} cannot be trained on packed rows"
     allowed = f"allowed: {tolerance:.0e}"
     with _evaluating(model):

@@ -63,6 +63,15 @@ def test_missing_shape_is_named() -> None:
         CostModel.from_config(SimpleNamespace(num_hidden_layers=1, num_attention_heads=1))
 
 
+def test_model_with_and_without_a_shape() -> None:
+    config = SimpleNamespace(**QWEN_7B)
+    assert CostModel.for_model(SimpleNamespace(config=config)) == CostModel.from_config(config)
+    nested = SimpleNamespace(get_text_config=lambda: config)
+    assert CostModel.for_model(SimpleNamespace(config=nested)) == CostModel.from_config(config)
+    assert CostModel.for_model(object()) == CostModel.default()
+    assert CostModel.for_model(SimpleNamespace(config={"layers": 3})) == CostModel.default()
+
+
 @pytest.mark.parametrize(("linear", "quadratic"), [(-1.0, 1.0), (0.0, 0.0), (float("nan"), 1.0)])
 def test_bad_coefficients(linear: float, quadratic: float) -> None:
     with pytest.raises(ValueError, match="must be >= 0"):

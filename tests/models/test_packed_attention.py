@@ -14,6 +14,7 @@ from odcengine.errors import UsageError
 from odcengine.models import (
     PACKED_ATTENTION,
     check_isolation,
+    is_transformers_model,
     packed_attention,
     prepare_config,
     prepare_model,
@@ -165,7 +166,7 @@ def test_configuration_is_copied() -> None:
     config = transformers.LlamaConfig(**SHAPE)
     config._attn_implementation = "eager"
     before = transformers.LlamaForCausalLM(config)
-    model: Any = prepare_model(transformers.LlamaForCausalLM(config))
+    model: Any = prepare_model(transformers.LlamaForCausalLM(config), probe=False)
     after = transformers.LlamaForCausalLM(config)
     assert config._attn_implementation == "eager"
     for other in (before, after):
@@ -291,12 +292,34 @@ def test_calls_that_are_not_packed_rows() -> None:
         packed_attention(bidirectional, query, query, query, None, cu_seq_lens_q=torch.tensor([0, 3]))
 
 
+def test_boundaries_that_do_not_arrive_are_found() -> None:
+    """Some models of some versions of transformers drop the keywords: then a sample sees the one before."""
+    torch.manual_seed(0)
+    model = llama()
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+
+    def dropping(*args: Any, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    layer.forward = dropping
+    with pytest.raises(UsageError, match="something is carried over boundaries"):
+        prepare_model(model)
+
+
+def test_tiny_vocabulary() -> None:
+    torch.manual_seed(0)
+    prepare_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, "vocab_size": 4})))
+
+
 def test_models_of_others_and_meta_weights() -> None:
     with pytest.raises(UsageError, match="Linear is no model of transformers"):
         prepare_model(nn.Linear(1, 1))
     with torch.device("meta"):
         model = llama()
     prepare_model(model)
+    assert is_transformers_model(nn.Sequential(model))
+    assert not is_transformers_model(nn.Linear(1, 1))
     with pytest.raises(UsageError, match="on the meta device"):
         prepare_model(model, probe=True)
 
