@@ -52,4 +52,4 @@ dist: install
 clean:
 	rm -rf build dist demo_out *.egg-info launcher/*.egg-info tools/*.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find odcengine launcher tools tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
