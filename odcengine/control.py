@@ -106,7 +106,7 @@ class _Word(enum.IntEnum):
     PHASE = 3
     STEP = 4
     MICRO_BATCH = 5
-    EPOCH = 6  # flag B
+    EPOCH = 6  # flag B: epoch + 1, so that 0 is none
     BARRIER = 7  # barriers entered
     TAG_EVEN = 8  # what the rank says it is at, for barriers with an even and an odd number
     TAG_ODD = 9
@@ -472,13 +472,13 @@ class ControlBlock:
     def set_epoch(self, epoch: int) -> None:
         """Raise flag B: everything this rank wrote before is there for a peer that saw ``epoch``."""
         with self._slot_lock(self._me):
-            self._mine[_Word.EPOCH] = epoch
+            self._mine[_Word.EPOCH] = epoch + 1
         self.beat()
 
     def wait_epoch(self, index: int, epoch: int) -> float:
         """Wait until local rank ``index`` has raised flag B to ``epoch``; returns seconds waited."""
         seconds = self.wait_until(
-            lambda: bool(self._words[index, _Word.EPOCH] >= epoch),
+            lambda: bool(self._words[index, _Word.EPOCH] > epoch),
             f"parameters of epoch {epoch} of {self.describe(index)}",
             lambda: (index,),
         )
