@@ -72,8 +72,8 @@ class ShmTransport(Transport):
             )
 
     def pull(self, window: Window, peer: int, node: int, out: torch.Tensor, offset: int = 0) -> None:
-        source = self._views[window.index][peer][node]
-        out.copy_(source[offset : offset + out.numel()])
+        # narrow() refuses what lies outside; a slice would be cut short, and one element broadcast.
+        out.copy_(self._views[window.index][peer][node].narrow(0, offset, out.numel()))
         self.traffic.num_pulls += 1
         self.traffic.pulled_bytes += out.numel() * out.element_size()
 
@@ -102,7 +102,7 @@ class ShmTransport(Transport):
         return waited
 
     def _add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int) -> None:
-        self._views[window.index][peer][node][offset : offset + source.numel()].add_(source)
+        self._views[window.index][peer][node].narrow(0, offset, source.numel()).add_(source)
         self.traffic.num_pushes += 1
         self.traffic.pushed_bytes += source.numel() * source.element_size()
 
