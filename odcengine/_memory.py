@@ -14,11 +14,13 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
-from odcengine.errors import ConfigError, DeadlineError, OdcError
+from odcengine.errors import ConfigError, DeadlineError, OdcError, UsageError
 
 _FLOCK = "hhqqi0q"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _PEER_CREDENTIALS = "3i"  # struct ucred: pid, uid, gid
+_CHECK_S, _TALK_S = 0.05, 5.0
 _MAX_FDS = 250  # the kernel passes at most 253 descriptors in one message
 
 
@@ -65,7 +67,13 @@ def available_memory() -> int:
 
 
 def share_descriptors(
-    descriptors: list[int] | None, *, name: str, index: int, count: int, timeout_s: float
+    descriptors: list[int] | None,
+    *,
+    name: str,
+    index: int,
+    count: int,
+    timeout_s: float,
+    check: Callable[[], None] | None = None,
 ) -> list[int]:
     """Hand file descriptors from the group's first process to all others. Collective.
 
@@ -75,6 +83,7 @@ def share_descriptors(
         index: this process's index in the group.
         count: number of processes in the group.
         timeout_s: deadline in seconds.
+        check: called now and then while waiting; raises where waiting is in vain.
 
     Returns:
         On index 0 its own descriptors; elsewhere descriptors of the same files, in the same order.
@@ -82,33 +91,56 @@ def share_descriptors(
     Raises:
         DeadlineError: somebody did not come in time, with the missing indices.
         OdcError: somebody of another user connected.
+        UsageError: another process serves the same exchange.
     """
     deadline = time.monotonic() + timeout_s
     address = f"\0{name}"
+    check = check or _no_check
     if index == 0:
         if descriptors is None:
             raise ValueError("index 0 must bring the descriptors")
-        _serve(descriptors, address, count, deadline, timeout_s)
+        _serve(descriptors, address, count, deadline, timeout_s, check)
         return descriptors
-    return _fetch(address, index, deadline, timeout_s)
+    return _fetch(address, index, deadline, timeout_s, check)
 
 
-def _serve(descriptors: list[int], address: str, count: int, deadline: float, timeout_s: float) -> None:
+def _no_check() -> None:
+    pass
+
+
+def _serve(
+    descriptors: list[int],
+    address: str,
+    count: int,
+    deadline: float,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
     missing = set(range(1, count))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-        server.bind(address)
+        try:
+            server.bind(address)
+        except OSError as error:
+            raise UsageError(
+                f"shared memory: two processes of this host run as local rank 0 ({error})"
+            ) from error
         server.listen(count)
+        server.settimeout(_CHECK_S)
         while missing:
-            server.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
                 connection, _ = server.accept()
             except TimeoutError:
-                raise DeadlineError(
-                    f"shared memory: local ranks {sorted(missing)} did not come for it within "
-                    f"{timeout_s:g} s (odc.startup_timeout_s)"
-                ) from None
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"shared memory: local ranks {sorted(missing)} did not come for it within "
+                        f"{timeout_s:g} s (odc.startup_timeout_s)"
+                    ) from None
+                check()
+                continue
             with connection:
-                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                connection.settimeout(
+                    _TALK_S
+                )  # a client sends at once; one that does not must not block others
                 try:
                     missing.discard(_give(connection, descriptors))
                 except OSError:  # it left in the middle and will come again, or be missed at the deadline
@@ -132,27 +164,34 @@ def _give(connection: socket.socket, descriptors: list[int]) -> int:
     return index
 
 
-def _fetch(address: str, index: int, deadline: float, timeout_s: float) -> list[int]:
+def _fetch(
+    address: str, index: int, deadline: float, timeout_s: float, check: Callable[[], None]
+) -> list[int]:
     while True:
+        received: list[int] = []
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             connection.connect(address)
             connection.sendall(index.to_bytes(4, "little"))
-            expected = int.from_bytes(connection.recv(4), "little")
-            received: list[int] = []
-            while len(received) < expected:
+            count = connection.recv(4)
+            if not count:
+                raise ConnectionResetError("the giver left")
+            while len(received) < int.from_bytes(count, "little"):
                 data, fds, _, _ = socket.recv_fds(connection, 1, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
                 if not data:
                     raise ConnectionResetError("the giver left")
                 received += fds
             return received
         except OSError as error:  # not listening yet
+            for fd in received:
+                os.close(fd)
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"shared memory: the first local rank did not offer it within {timeout_s:g} s "
                     f"(odc.startup_timeout_s): {error}"
                 ) from None
+            check()
             time.sleep(0.01)
         finally:
             connection.close()

@@ -295,6 +295,10 @@ class ControlBlock:
             message, culprit = self._message(index), int(self._words[index, _Word.CULPRIT]) - 1
         raise PeerError(message, culprit if culprit >= 0 else None)
 
+    def _check_failures(self) -> None:
+        self.check()
+        self._check_peers_live()
+
     def _check_peers_live(self) -> None:
         for index in range(self._size):
             if index == self._me or self._words[index, _Word.STATE] != _ACTIVE:
@@ -617,9 +621,14 @@ class ControlBlock:
     def share(self, descriptors: list[int] | None) -> list[int]:
         """Hand descriptors from the node's first rank to its others. Collective over the node."""
         self._num_exchanges += 1
-        name = f"odc-{self._token}-{self.topology.node}-{self._num_exchanges}"
+        first = self._num_exchanges == 1  # it makes the block itself, so there is nothing to look at yet
         return share_descriptors(
-            descriptors, name=name, index=self._me, count=self._size, timeout_s=self.startup_timeout_s
+            descriptors,
+            name=f"odc-{self._token}-{self.topology.node}-{self._num_exchanges}",
+            index=self._me,
+            count=self._size,
+            timeout_s=self.startup_timeout_s,
+            check=None if first else self._check_failures,
         )
 
     def describe(self, index: int) -> str:
