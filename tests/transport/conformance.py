@@ -576,7 +576,7 @@ def exited_without_close(backend: Backend) -> None:
     _check_gone(backend, "barrier", "exit")
 
 
-def peerraises(backend: Backend) -> None:
+def peer_raises(backend: Backend) -> None:
     """The others get the message of the rank that raised."""
     for place in ("barrier", "publish"):
         results = launch(backend, _fail_in, place, "raise")
