@@ -112,6 +112,7 @@ class _Word(enum.IntEnum):
     TAG_ODD = 9
     ENDED_STEP = 13  # steps whose micro-batches this rank has finished
     ENDED_COUNT = 14  # micro-batches it had in the last of them
+    PROGRESS_NS = 15  # CLOCK_MONOTONIC of its own last progress
     ABORT = 10  # 0 none, 1 this rank failed, 2 it stopped because of another
     CULPRIT = 11  # global rank to blame, + 1
     WAITS_FOR = 12  # global rank, + 1
@@ -190,7 +191,8 @@ class ControlBlock:
             (self._size, _MESSAGE_BYTES), dtype=np.uint8, buffer=self._map, offset=words_nbytes
         )
         self._barriers = 0
-        self._remote_seen: dict[int, tuple[bytes, int]] = {}
+        self._remote: dict[int, tuple[int, int, bool]] = {}  # rank: progress word, when it moved, waits
+        self._next_look = 0
         self._next_mirror = 0.0
         self._excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.closed = False
@@ -210,7 +212,7 @@ class ControlBlock:
 
     def beat(self) -> None:
         """Give a sign of life; called wherever this rank makes progress."""
-        self._mine[_Word.ALIVE_NS] = time.monotonic_ns()
+        self._mine[_Word.ALIVE_NS] = self._mine[_Word.PROGRESS_NS] = time.monotonic_ns()
         if self._store is not None and time.monotonic() > self._next_mirror:
             self._mirror()
 
@@ -383,6 +385,7 @@ class ControlBlock:
         what: str,
         awaited: Callable[[], Sequence[int]],
         *,
+        everyone: bool = False,
         timeout_s: float | None = None,
     ) -> float:
         """Wait for ``ready`` with an eye on failures, deaths and deadlines.
@@ -391,9 +394,11 @@ class ControlBlock:
         waiting for slow but moving ranks never counts against the limit.
 
         Args:
-            ready: returns True when the wait is over; called often.
+            ready: returns True when the wait is over; called often, and not again after that.
             what: what is awaited, for messages.
             awaited: returns the local indices that have not arrived yet; called now and then.
+            everyone: all ranks of the job are awaited and nobody can tell who has arrived; then the limit
+                counts from the last progress of any rank.
             timeout_s: limit in seconds without a sign of life; the block's own by default.
 
         Returns:
@@ -419,8 +424,7 @@ class ControlBlock:
                     next_check = now + int(_PEER_CHECK_S * 1e9)
                     self.check()
                     self._check_peers_live()
-                    if not ready():
-                        self._check_deadline(awaited(), start, now, limit_s, what)
+                    self._check_deadline(awaited(), everyone, start, limit_s, what)
         finally:
             self._mine[_Word.WAITS_FOR] = 0
         return (time.monotonic_ns() - start) / 1e9
@@ -429,7 +433,7 @@ class ControlBlock:
         """Wait for an asynchronous collective over all ranks; as :meth:`wait_until`."""
         others = [index for index in range(self._size) if index != self._me]
         try:
-            seconds = self.wait_until(work.is_completed, what, lambda: others)
+            seconds = self.wait_until(work.is_completed, what, lambda: others, everyone=True)
             work.wait()
         except PeerError:
             raise
@@ -445,11 +449,12 @@ class ControlBlock:
         return seconds
 
     def _check_deadline(
-        self, awaited: Sequence[int], start: int, now: int, limit_s: float, what: str
+        self, awaited: Sequence[int], everyone: bool, start: int, limit_s: float, what: str
     ) -> None:
+        now = time.monotonic_ns()
         signs = {index: int(self._words[index, _Word.ALIVE_NS]) for index in awaited if index != self._me}
-        signs_remote = self._remote_signs(now)
-        newest = max([*signs.values(), *signs_remote.values()], default=0)
+        remote = self._remote_signs(now, limit_s) if everyone else {}
+        newest = max([*signs.values(), *(sign for sign, _ in remote.values())], default=0)
         # Passing on the sign of the rank waited for keeps victims out of the blame; a circle of waiting
         # ranks only passes the same sign around, and so still ends.
         self._mine[_Word.ALIVE_NS] = max(int(self._mine[_Word.ALIVE_NS]), newest)
@@ -457,19 +462,24 @@ class ControlBlock:
             oldest = min(signs, key=lambda index: signs[index])
             self._mine[_Word.WAITS_FOR] = self.topology.peers[oldest] + 1
         latest = now - int(limit_s * 1e9)
-        silent = [index for index, sign in signs.items() if max(sign, start) < latest]
+        if start > latest or (everyone and newest > latest):
+            return
+        silent = [index for index, sign in signs.items() if sign < latest]
+        silent_remote = [rank for rank, (sign, _) in remote.items() if sign < latest]
+        if not silent and not silent_remote:
+            return
+        # Those who wait for somebody themselves are victims.
         stuck = [index for index in silent if not self._words[index, _Word.WAITS_FOR]]
-        silent = stuck or silent  # those who wait for somebody themselves are victims
-        silent_remote = [rank for rank, sign in signs_remote.items() if max(sign, start) < latest]
-        if silent or (silent_remote and not signs):
-            names = [f"{self.describe(index)}, in {self._where(index)}" for index in silent]
-            names += [self.topology.describe(rank) for rank in silent_remote]
-            peers = [self.topology.peers[index] for index in silent] + silent_remote
-            raise DeadlineError(
-                f"no sign of life for {limit_s:g} s (odc.timeout_s) from {'; '.join(names)}. "
-                f"{self.describe(self._me)} waited in {self._where(self._me)} for: {what}",
-                peers[0],
-            )
+        stuck_remote = [rank for rank in silent_remote if not remote[rank][1]]
+        if stuck or stuck_remote:
+            silent, silent_remote = stuck, stuck_remote
+        names = [f"{self.describe(index)}, in {self._where(index)}" for index in silent]
+        names += [self.topology.describe(rank) for rank in silent_remote]
+        raise DeadlineError(
+            f"no sign of life for {limit_s:g} s (odc.timeout_s) from {'; '.join(names)}. "
+            f"{self.describe(self._me)} waited in {self._where(self._me)} for: {what}",
+            [*(self.topology.peers[index] for index in silent), *silent_remote][0],
+        )
 
     # -- flag B and the node's barrier -----------------------------------------------------------------
 
@@ -583,12 +593,16 @@ class ControlBlock:
     # -- between nodes ---------------------------------------------------------------------------------
 
     def _mirror(self) -> None:
-        """Show this rank's sign of life to other nodes and look for their failures."""
+        """Show this node's progress to the others and look for their failures.
+
+        Only progress of its own is shown, no sign that was passed on: it would go round between nodes.
+        """
         assert self._store is not None
         self._next_mirror = time.monotonic() + _MIRROR_S
         record = None
         try:
-            self._store.set(f"alive/{self.topology.rank}", str(self._mine[_Word.ALIVE_NS]))
+            signs = self._words[:, [_Word.PROGRESS_NS, _Word.WAITS_FOR]].tolist()
+            self._store.set(f"alive/{self.topology.node}", json.dumps(signs))
             for key in ("abort/secondary", "abort/primary"):
                 if self._store.check([key]):
                     record = json.loads(self._store.get(key))
@@ -599,22 +613,22 @@ class ControlBlock:
         if record is not None and record["rank"] != self.topology.rank:
             raise PeerError(record["message"], record["rank"])
 
-    def _remote_signs(self, now: int) -> dict[int, int]:
-        """When each rank of other nodes was last seen to make progress, in this machine's clock."""
-        if self._store is None:
-            return {}
-        signs = {}
-        for rank in range(self.topology.world_size):
-            if rank in self.topology.peers:
-                continue
-            key = f"alive/{rank}"
-            seen, when = self._remote_seen.get(rank, (b"", now))
-            if now - when > _MIRROR_S * 1e9 / 2 or not seen:
-                value = self._store.get(key) if self._store.check([key]) else b""
-                when = now if value != seen else when
-                self._remote_seen[rank] = (value, when)
-            signs[rank] = when
-        return signs
+    def _remote_signs(self, now: int, limit_s: float) -> dict[int, tuple[int, bool]]:
+        """For each rank of other nodes when it was last seen to make progress, and whether it waits.
+
+        Times are of this machine's clock. Looked up seldom: it is rank 0's store that all nodes ask.
+        """
+        if self._store is not None and now >= self._next_look:
+            self._next_look = now + int(max(_MIRROR_S, limit_s / 20) * 1e9)
+            for node, ranks in enumerate(self.topology.nodes):
+                key = f"alive/{node}"
+                if node == self.topology.node or not self._store.check([key]):
+                    continue
+                for rank, (progress, waits) in zip(ranks, json.loads(self._store.get(key)), strict=True):
+                    seen = self._remote.get(rank)
+                    when = now if seen is None or seen[0] != progress else seen[1]
+                    self._remote[rank] = (progress, when, bool(waits))
+        return {rank: (when, waits) for rank, (_, when, waits) in self._remote.items()}
 
     # -- the rest --------------------------------------------------------------------------------------
 

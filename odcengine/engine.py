@@ -288,6 +288,7 @@ class OdcEngine:
         self.topology = job.topology
         self.transport = transport
         self.global_steps = 0
+        self._job = job
         self._control = job.control
         self._host_group = job.host_group
         self._sharding = sharding
@@ -507,7 +508,13 @@ class OdcEngine:
     # -- the rest --------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> OdcEngine:
-        """Switch the model to training; returns the engine."""
+        """Switch the model to training (or evaluation); returns the engine.
+
+        Drops full parameters that a forward without gradients may have left in the root, so that
+        ``parameters()`` are shards on every rank, whichever ranks evaluated.
+        """
+        self._require_open()
+        self._sharding.reshard()
         self.module.train(mode)
         return self
 
@@ -550,6 +557,7 @@ class OdcEngine:
                     self.transport.close()
         finally:
             self._control.close()
+        self._job.leave()
 
     def __enter__(self) -> OdcEngine:
         return self

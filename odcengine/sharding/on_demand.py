@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from odcengine._collectives import all_gather, reduce_scatter
+from odcengine._collectives import all_gather
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import OdcError, UsageError
 from odcengine.sharding.base import Changed, Sharding
@@ -167,16 +167,21 @@ class OnDemandSharding(Sharding):
         return [window.local[0] for window in self._accumulators]
 
     def _between_nodes_sums(self) -> list[torch.Tensor]:
-        sums, works = [], []
+        """Each rank of the column gets the others' sums of its shard and adds them in the order of nodes."""
+        works = []
         for window in self._accumulators:
-            rows = window.local if self._in_order() else window.local[self._node_order].contiguous()
-            flat = torch.empty_like(rows[0])
-            sums.append(flat)
-            if flat.numel():
-                work = reduce_scatter(flat, rows.reshape(-1), group=self._between_nodes, async_op=True)
-                works.append((work, rows))  # the input lives until the work is done
-        for work, _ in works:
-            self.control.wait_work(work, "the sum of gradients between nodes")
+            if window.local.numel():
+                rows = window.local if self._in_order() else window.local[self._node_order].contiguous()
+                received = torch.empty_like(rows)
+                work = dist.all_to_all_single(received, rows, group=self._between_nodes, async_op=True)
+                works.append((work, received))
+            else:
+                works.append((None, window.local))
+        sums = []
+        for work, received in works:
+            if work is not None:
+                self.control.wait_work(work, "the sum of gradients between nodes")
+            sums.append(received.sum(dim=0))
         return sums
 
     def _in_order(self) -> bool:
