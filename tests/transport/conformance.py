@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from distributed import RankResult, run_ranks, values
+from odc_tools._stress import Stress, StressResult, run_stress
 
 from odcengine.control import ControlBlock, Meeting, Phase
 from odcengine.errors import OdcError
@@ -422,6 +423,20 @@ def close_waits_for_readers(backend: Backend) -> None:
         assert seconds[ranks[0]] > 0.3, seconds
 
 
+def _stress(rank: int, world: int, backend: Backend, token: str, seed: int) -> StressResult:
+    control, transport = backend.make(rank, token)
+    result = run_stress(transport, Stress(seed=seed, epochs=12, operations=60))
+    finish(control, transport)
+    return result
+
+
+def random_operations(backend: Backend) -> None:
+    """Random pulls, pushes and delays, compared with a serial replay. Millions: ``odc selftest --soak``."""
+    results = values(launch(backend, _stress, 7))
+    assert sum(result.operations for result in results) > 600
+    assert all(result.checked_sums > 0 for result in results)
+
+
 SUCCESS = (
     windows_of_all_sizes,
     pull_from_any_offset,
@@ -434,6 +449,7 @@ SUCCESS = (
     two_in_one_process,
     nothing_is_left_after_close,
     close_waits_for_readers,
+    random_operations,
 )
 
 
