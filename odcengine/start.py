@@ -45,6 +45,12 @@ class Job:
     host_group: dist.ProcessGroup
     between_nodes: dist.ProcessGroup | None
 
+    def leave(self) -> None:
+        """Give up the groups with their sockets and threads, once no rank uses them any more."""
+        for group in (self.host_group, self.between_nodes):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+
 
 def join(info: RankInfo, config: Config) -> Job:
     """Meet all ranks. Collective.
