@@ -137,7 +137,6 @@ def _build_loader(
     if job.topology.rank == 0:
         for notice in batch.notices:
             logger.warning("config: %s", notice)
-    model_config = getattr(model, "config", None)
     loader = MinibatchLoader(
         training_data,
         train_batch_size=batch.train_batch_size,
@@ -149,7 +148,8 @@ def _build_loader(
         seed=config.seed,
         shuffle=config.data.shuffle,
         drop_last=config.data.drop_last,
-        cost=None if model_config is None else CostModel.from_config(model_config),
+        cost=CostModel.for_model(model),
+        max_length=config.data.max_length,
         too_long=config.data.too_long,
         length_fn=length_fn,
         collate_fn=collate_fn,

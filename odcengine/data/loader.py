@@ -139,7 +139,8 @@ class MinibatchLoader:
         shuffle: a new order every epoch; else the data set's order.
         drop_last: leave out an epoch's last minibatch if it is short; else it counts fully.
         cost: costs of sequences from their lengths; :meth:`odcengine.balance.CostModel.default` if None.
-        too_long: what to do with samples longer than ``max_tokens``: ``error``, ``truncate`` (only samples
+        max_length: limit of tokens in a sample; ``max_tokens`` if None, and never more than that.
+        too_long: what to do with samples longer than the limit: ``error``, ``truncate`` (only samples
             that the loader packs itself) or ``skip``.
         length_fn: length of a sample.
         collate_fn: makes a micro-batch from a list of samples.
@@ -166,6 +167,7 @@ class MinibatchLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         cost: Costs | None = None,
+        max_length: int | None = None,
         too_long: str = "error",
         length_fn: Callable[[Any], int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -180,6 +182,7 @@ class MinibatchLoader:
                 "train_batch_size": train_batch_size,
                 "world_size": world_size,
                 "max_tokens": max_tokens,
+                "max_length": max_length,
                 "max_samples": max_samples,
                 "pad_to_multiple_of": pad_to_multiple_of,
             },
@@ -204,7 +207,9 @@ class MinibatchLoader:
         self.lengths, self.num_targets = _measure(dataset, length_fn, self.packs)
         self._truncated: frozenset[int] = frozenset()
         self._usable = np.arange(len(self.lengths))
-        self._handle_too_long(too_long)
+        limits = [limit for limit in (max_length, max_tokens) if limit is not None]
+        if limits:
+            self._handle_too_long(too_long, min(limits))
         self.epoch = 0
         self.index = 0
         self._current: Minibatch | None = None
@@ -361,16 +366,14 @@ class MinibatchLoader:
             return truncate_sample(sample, int(self.lengths[index]))
         return sample
 
-    def _handle_too_long(self, too_long: str) -> None:
-        if self.max_tokens is None:
-            return
-        over = np.flatnonzero(self.lengths > self.max_tokens)
+    def _handle_too_long(self, too_long: str, limit: int) -> None:
+        over = np.flatnonzero(self.lengths > limit)
         if not len(over):
             return
         first = int(over[0])
         what = (
-            f"{len(over)} of {len(self.lengths)} samples are longer than the {self.max_tokens} tokens of a "
-            f"micro-batch; the first is sample {first} with {self.lengths[first]} tokens"
+            f"{len(over)} of {len(self.lengths)} samples are longer than the limit of {limit} "
+            f"tokens; the first is sample {first} with {self.lengths[first]} tokens"
         )
         if too_long == "error":
             raise ConfigError(
@@ -379,7 +382,7 @@ class MinibatchLoader:
         if self.rank == 0:
             logger.warning("data: %s; too_long is %s", what, too_long)
         if too_long == "skip":
-            self._usable = np.flatnonzero(self.lengths <= self.max_tokens)
+            self._usable = np.flatnonzero(self.lengths <= limit)
             if not len(self._usable):
                 raise ConfigError(f"data: {what}, and nothing is left when they are skipped")
             return
@@ -389,7 +392,7 @@ class MinibatchLoader:
                 "choose error or skip, or truncate them in the data set"
             )
         self._truncated = frozenset(over.tolist())
-        self.lengths = np.minimum(self.lengths, self.max_tokens)
+        self.lengths = np.minimum(self.lengths, limit)
         if self.num_targets is not None:
             self.num_targets = self.num_targets.copy()
             for index in over.tolist():

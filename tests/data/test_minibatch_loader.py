@@ -208,7 +208,7 @@ def test_minibatch_can_be_repeated() -> None:
 
 def test_too_long_is_an_error_by_default() -> None:
     message = (
-        r"3 of 10 samples are longer than the 5 .* first is sample 5 with 9 tokens; raise the limit to 9"
+        r"3 of 10 samples are longer than the limit of 5 .* first is sample 5 with 9 tokens; raise the limit to 9"
     )
     dataset = make_samples()
     dataset[8] = {"input_ids": np.arange(7)}
@@ -224,6 +224,14 @@ def test_too_long_can_be_truncated(caplog: pytest.LogCaptureFixture) -> None:
     # Sample 5: 8 of 9 tokens to be learned, 4 are left; sample 7: 5 of 6, 4 are left.
     assert [minibatch.num_targets_global for minibatch in loader] == [5, 18 - 4 - 1, 4]
     assert sum(batch.num_targets for batch in batches) == 5 + 13 + 4
+
+
+def test_max_length_is_a_limit_of_its_own() -> None:
+    loader = make_loader(max_tokens=20, max_length=5, too_long="truncate")
+    assert max(loader.lengths) == 5
+    assert make_loader(max_tokens=5, max_length=20, too_long="truncate").lengths.max() == 5
+    with pytest.raises(ConfigError, match="longer than the limit of 5 tokens"):
+        make_loader(max_tokens=None, max_length=5)
 
 
 def test_too_long_can_be_skipped() -> None:
