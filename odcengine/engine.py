@@ -296,7 +296,6 @@ class OdcEngine:
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._closed = False
-        self._minibatch_start: float | None = None
         self._sharding.publish(Changed.ALL)
         self._start_minibatch()
         self._control.enter(Phase.BETWEEN, step=0, micro_batch=0)
@@ -498,10 +497,18 @@ class OdcEngine:
         self._pending_counts: list[float | None] = []  # of forwards since the last backward
         self._micro_batches = 0
         self._begun = False
-        self._started = time.perf_counter()
+        self._ended_at = time.perf_counter()
 
     def _begin(self) -> None:
+        """Start the minibatch at its first forward, backward or step.
+
+        Its time counts from when the loader was asked for it, or from here where the loader was not; never
+        from the end of the last step: a checkpoint or another engine's minibatch in between is no part of it.
+        """
         if not self._begun:
+            self._started = time.perf_counter()
+            if self._loader is not None and self._loader.asked_at > self._ended_at:
+                self._started = self._loader.asked_at
             self._sharding.begin()
             self._begun = True
 

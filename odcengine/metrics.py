@@ -17,7 +17,8 @@ class StepMetrics:
         applied: whether the optimizer stepped; not with a non-finite gradient or with nothing to learn.
         lr: learning rate of the first parameter group during the step.
         num_micro_batches: run by all ranks together.
-        busy_s: for each rank the seconds from the start of the minibatch to the barrier A, without waiting.
+        busy_s: for each rank the seconds from the start of the minibatch (the loader was asked for it, or the
+            first forward, backward or ``step()``) to the barrier A, without waiting.
         wait_s: for each rank the seconds it waited for others: at A, for flags, in lock-step barriers; with
             collectives all time inside them, moving data included.
         boundary_s: this rank's seconds from the end of A to the end of ``step()``.

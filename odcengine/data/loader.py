@@ -8,6 +8,8 @@ Both are pure functions that every rank evaluates for itself; the loader communi
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Protocol
 
@@ -125,7 +127,8 @@ class MinibatchLoader:
     Attributes: ``lengths`` (int64, of each sample, after truncation), ``num_targets`` (int64, positions with
     a target of each sample, or None where unknown), ``packs`` (whether samples are packed
     here, into :class:`~odcengine.data.MicroBatch`), ``epoch`` and ``index`` (the minibatch that iterating
-    gives next), and the arguments under their names.
+    gives next), ``asked_at`` (``time.perf_counter()`` when iterating was last asked for one), and the
+    arguments under their names.
 
     Args:
         dataset: map-style data set (``len`` and indexing).
@@ -212,6 +215,7 @@ class MinibatchLoader:
             self._handle_too_long(too_long, min(limits))
         self.epoch = 0
         self.index = 0
+        self.asked_at = -math.inf
         self._current: Minibatch | None = None
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
         if len(self) == 0:
@@ -232,6 +236,7 @@ class MinibatchLoader:
 
     def __iter__(self) -> Iterator[Minibatch]:
         while self.index < len(self):
+            self.asked_at = time.perf_counter()
             # Counted when it is handed out: state is saved after the step that uses it.
             self.index += 1
             self._current = self.minibatch(self.index - 1)
