@@ -35,6 +35,7 @@ from odcengine.topology import Topology
 _MESSAGE_BYTES = 4096
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 2e-3
 _PEER_CHECK_S, _MIRROR_S = 0.05, 2.0
+_SUSPENDED_S = 1.0  # a nap that took so long was none: the whole job may have been stopped for a while
 
 
 class Phase(enum.IntEnum):
@@ -190,6 +191,7 @@ class ControlBlock:
         self._messages = np.ndarray(
             (self._size, _MESSAGE_BYTES), dtype=np.uint8, buffer=self._map, offset=words_nbytes
         )
+        self._pid = os.getpid()
         self._barriers = 0
         self._remote: dict[int, tuple[int, int, bool]] = {}  # rank: progress word, when it moved, waits
         self._next_look = 0
@@ -250,7 +252,7 @@ class ControlBlock:
 
         Also writes the launcher's error record. Never raises.
         """
-        if self.closed or self._mine[_Word.ABORT]:
+        if self.closed or not self.is_owner or self._mine[_Word.ABORT]:
             return
         secondary = isinstance(error, PeerError)
         culprit = error.rank if isinstance(error, PeerError) else self.topology.rank
@@ -268,6 +270,11 @@ class ControlBlock:
             with contextlib.suppress(Exception):  # the store's host may be the one that died
                 self._store.set(key, json.dumps({"message": message, "rank": culprit}))
         self._write_error_record(error, secondary)
+
+    @property
+    def is_owner(self) -> bool:
+        """False in a process that the rank has forked: it shares the memory, but must not speak for it."""
+        return os.getpid() == self._pid
 
     @property
     def failed(self) -> bool:
@@ -391,7 +398,8 @@ class ControlBlock:
         """Wait for ``ready`` with an eye on failures, deaths and deadlines.
 
         An awaited rank is alive while it makes progress, or while a rank that *it* waits for does; time spent
-        waiting for slow but moving ranks never counts against the limit.
+        waiting for slow but moving ranks never counts against the limit. A failure that follows what is
+        awaited does not count either: the next wait finds it.
 
         Args:
             ready: returns True when the wait is over; called often, and not again after that.
@@ -411,23 +419,29 @@ class ControlBlock:
         if ready():
             return 0.0
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        start = time.monotonic_ns()
-        nap_s, next_check = _FIRST_NAP_S, start
+        begun = now = counted_from = time.monotonic_ns()
+        nap_s, next_check = _FIRST_NAP_S, begun
         try:
             while not ready():
                 time.sleep(nap_s)
                 nap_s = min(nap_s * 1.5, _LONGEST_NAP_S)
-                now = time.monotonic_ns()
-                if self._words[:, _Word.ABORT].any():
-                    self._raise_abort()
-                if now >= next_check:
-                    next_check = now + int(_PEER_CHECK_S * 1e9)
-                    self.check()
-                    self._check_peers_live()
-                    self._check_deadline(awaited(), everyone, start, limit_s, what)
+                last, now = now, time.monotonic_ns()
+                if now - last > _SUSPENDED_S * 1e9:
+                    counted_from = now
+                try:
+                    if self._words[:, _Word.ABORT].any():
+                        self._raise_abort()
+                    if now >= next_check:
+                        next_check = now + int(_PEER_CHECK_S * 1e9)
+                        self._check_failures()
+                        self._check_deadline(awaited(), everyone, counted_from, limit_s, what)
+                except PeerError:
+                    if ready():
+                        break
+                    raise
         finally:
             self._mine[_Word.WAITS_FOR] = 0
-        return (time.monotonic_ns() - start) / 1e9
+        return (time.monotonic_ns() - begun) / 1e9
 
     def wait_work(self, work: Work, what: str) -> float:
         """Wait for an asynchronous collective over all ranks; as :meth:`wait_until`."""
@@ -440,8 +454,8 @@ class ControlBlock:
         except RuntimeError as error:  # a backend's error names no rank: look whether one is gone
             deadline = time.monotonic() + 1.0
             while time.monotonic() < deadline:
-                self.check()
-                self._check_peers_live()
+                self._next_mirror = 0.0  # look at the other nodes as well
+                self._check_failures()
                 time.sleep(_PEER_CHECK_S)
             raise PeerError(
                 f"{self.describe(self._me)}: {what} failed, as it does when another rank has gone: {error}"
@@ -451,6 +465,13 @@ class ControlBlock:
     def _check_deadline(
         self, awaited: Sequence[int], everyone: bool, start: int, limit_s: float, what: str
     ) -> None:
+        for index in awaited:
+            if self._words[index, _Word.STATE] == _LEFT:
+                raise PeerError(
+                    f"{self.describe(index)} has closed its engine, but {self.describe(self._me)} waits in "
+                    f"{self._where(self._me)} for: {what}",
+                    self.topology.peers[index],
+                )
         now = time.monotonic_ns()
         signs = {index: int(self._words[index, _Word.ALIVE_NS]) for index in awaited if index != self._me}
         remote = self._remote_signs(now, limit_s) if everyone else {}
@@ -469,6 +490,7 @@ class ControlBlock:
         if not silent and not silent_remote:
             return
         # Those who wait for somebody themselves are victims.
+        silent = list(dict.fromkeys(self._follow(index) for index in silent))
         stuck = [index for index in silent if not self._words[index, _Word.WAITS_FOR]]
         stuck_remote = [rank for rank in silent_remote if not remote[rank][1]]
         if stuck or stuck_remote:
@@ -480,6 +502,17 @@ class ControlBlock:
             f"{self.describe(self._me)} waited in {self._where(self._me)} for: {what}",
             [*(self.topology.peers[index] for index in silent), *silent_remote][0],
         )
+
+    def _follow(self, index: int) -> int:
+        """The end of the chain of ranks of this node in which each waits for the next; itself in a circle."""
+        end, seen = index, {self._me}
+        while end not in seen:
+            seen.add(end)
+            rank = int(self._words[end, _Word.WAITS_FOR]) - 1
+            if rank not in self.topology.peers:
+                return end
+            end = self.topology.peers.index(rank)
+        return index
 
     # -- flag B and the node's barrier -----------------------------------------------------------------
 
@@ -577,9 +610,11 @@ class ControlBlock:
             deadline = time.monotonic() + self.timeout_s
             while not self._locks.try_acquire(offset):
                 if time.monotonic() > deadline:
+                    holders = self._holder(offset) or [self._me]
                     raise DeadlineError(
                         f"the control slot of {self.describe(index)} was locked for {self.timeout_s:g} s "
-                        f"(odc.timeout_s) by {[self.describe(i) for i in self._holder(offset)]}"
+                        f"(odc.timeout_s) by {'; '.join(map(self.describe, holders))}",
+                        self.topology.peers[holders[0]],
                     )
                 time.sleep(_FIRST_NAP_S)
         try:
@@ -600,16 +635,12 @@ class ControlBlock:
         assert self._store is not None
         self._next_mirror = time.monotonic() + _MIRROR_S
         record = None
-        try:
+        with self._store_errors():
             signs = self._words[:, [_Word.PROGRESS_NS, _Word.WAITS_FOR]].tolist()
             self._store.set(f"alive/{self.topology.node}", json.dumps(signs))
             for key in ("abort/secondary", "abort/primary"):
                 if self._store.check([key]):
                     record = json.loads(self._store.get(key))
-        except RuntimeError as error:
-            raise PeerError(
-                f"{self.describe(self._me)} lost the store of {self.topology.describe(0)}: {error}", 0
-            ) from error
         if record is not None and record["rank"] != self.topology.rank:
             raise PeerError(record["message"], record["rank"])
 
@@ -622,13 +653,25 @@ class ControlBlock:
             self._next_look = now + int(max(_MIRROR_S, limit_s / 20) * 1e9)
             for node, ranks in enumerate(self.topology.nodes):
                 key = f"alive/{node}"
-                if node == self.topology.node or not self._store.check([key]):
+                if node == self.topology.node:
                     continue
-                for rank, (progress, waits) in zip(ranks, json.loads(self._store.get(key)), strict=True):
+                with self._store_errors():
+                    text = self._store.get(key) if self._store.check([key]) else b"[]"
+                for rank, (progress, waits) in zip(ranks, json.loads(text), strict=False):
                     seen = self._remote.get(rank)
                     when = now if seen is None or seen[0] != progress else seen[1]
                     self._remote[rank] = (progress, when, bool(waits))
         return {rank: (when, waits) for rank, (_, when, waits) in self._remote.items()}
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        """Blame rank 0, whose process serves the store, where the store does not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"{self.describe(self._me)} lost the store of {self.topology.describe(0)}: {error}", 0
+            ) from error
 
     # -- the rest --------------------------------------------------------------------------------------
 
@@ -670,7 +713,8 @@ class ControlBlock:
         self.closed = True
         if self._excepthooks is not None and sys.excepthook is self._excepthooks[1]:
             sys.excepthook = self._excepthooks[0]
-        self._mine[_Word.STATE] = _LEFT
+        if self.is_owner:
+            self._mine[_Word.STATE] = _LEFT
         del self._words, self._mine, self._messages
         with contextlib.suppress(BufferError):  # a traceback still holds a view; unmapped when it goes
             self._map.close()
