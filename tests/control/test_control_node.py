@@ -1,0 +1,498 @@
+"""The control block inside a node: signs of life, blame, abort, records, locks, and who may join."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import RankResult, run_ranks, values
+from transport.conformance import MARGIN_S, Report, end_stopped, report_of, survivors
+
+from odcengine._memory import share_descriptors
+from odcengine.control import ControlBlock, Meeting, Phase
+from odcengine.errors import DeadlineError, OdcError, PeerError, UsageError
+from odcengine.topology import Topology
+
+
+def block(rank: int, world: int, token: str, **options: Any) -> ControlBlock:
+    """A control block of one node."""
+    topology = Topology(rank, ("testhost",) * world, ("machine",) * world, (tuple(range(world)),))
+    settings = {"timeout_s": 20.0, "startup_timeout_s": 20.0, **options}
+    return ControlBlock(topology, token=token, **settings)
+
+
+def launch(function: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[RankResult]:
+    return run_ranks(function, world, secrets.token_hex(8), *args, **options)
+
+
+# -- blame -------------------------------------------------------------------------------------------------
+
+
+def _chain(rank: int, world: int, token: str) -> Report:
+    """Rank 0 waits for 1, which waits for 2, ..., and the last one is stopped."""
+    control = block(rank, world, token, timeout_s=1.5)
+    control.barrier(Meeting.ALLOCATE)
+    control.enter(Phase.BACKWARD, step=5, micro_batch=2)
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1000)
+    time.sleep(0.1 * rank)  # the rank at the far end is the first to reach its limit
+    return report_of(lambda: control.wait_epoch(rank + 1, 0), control=control)
+
+
+def test_victims_are_not_blamed() -> None:
+    reports = values(launch(_chain, 4, during=end_stopped)[:3])
+    for report in reports:
+        assert report.culprit == 3, report
+        assert "rank 3 (host testhost, pid " in report.message, report
+        assert "step 5, micro-batch 2, backward" in report.message, report
+        assert report.seconds < 1.5 + 0.5 + MARGIN_S, report
+    assert any(report.error_type == "DeadlineError" for report in reports)
+
+
+def _circle(rank: int, world: int, token: str) -> Report:
+    control = block(rank, world, token, timeout_s=1.0)
+    control.barrier(Meeting.ALLOCATE)
+    return report_of(lambda: control.wait_epoch((rank + 1) % world, 0), control=control)
+
+
+def test_circle_of_waiting_ranks_ends() -> None:
+    """Each waits for the next and passes its sign of life on: that must not keep the circle alive."""
+    reports = values(launch(_circle, 3))
+    assert any(report.error_type == "DeadlineError" for report in reports)
+    for report in reports:
+        assert 0.9 < report.seconds < 1.0 + 0.5 + MARGIN_S, report
+        assert "parameters of epoch 0 of rank" in report.message, report
+
+
+def _slow_chain(rank: int, world: int, token: str) -> float:
+    control = block(rank, world, token, timeout_s=1.0)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == world - 1:
+        for micro_batch in range(15):
+            time.sleep(0.2)
+            control.enter(Phase.BACKWARD, micro_batch=micro_batch)
+    else:
+        control.wait_epoch(rank + 1, 0)
+    control.set_epoch(0)
+    seconds = control.barrier(Meeting.CLOSE)
+    control.close()
+    return seconds
+
+
+def test_waiting_for_a_rank_that_waits_for_a_slow_one_is_no_failure() -> None:
+    values(launch(_slow_chain, 4))
+
+
+def _suspended(rank: int, world: int, token: str, folder: str) -> None:
+    control = block(rank, world, token, timeout_s=1.5)
+    control.barrier(Meeting.ALLOCATE)
+    Path(folder, f"ready{rank}").touch()
+    if rank == 0:  # works for longer than the job is suspended; a sign of life now and then
+        for micro_batch in range(30):
+            time.sleep(0.1)
+            control.enter(Phase.BACKWARD, micro_batch=micro_batch)
+    control.barrier(Meeting.CLOSE)
+    control.close()
+
+
+def test_suspended_job_goes_on(tmp_path: Path) -> None:
+    """A scheduler, or Ctrl-Z, stops all ranks for longer than the limit: that is nobody's failure."""
+
+    def suspend(pids: list[int]) -> None:
+        while len(list(tmp_path.glob("ready*"))) < 3:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+
+    values(launch(_suspended, 3, str(tmp_path), during=suspend))
+
+
+# -- abort -------------------------------------------------------------------------------------------------
+
+
+def _abort(rank: int, world: int, token: str, folder: str) -> Report | None:
+    control = block(rank, world, token, error_file=f"{folder}/error{rank}.json")
+    control.barrier(Meeting.ALLOCATE)
+    control.enter(Phase.FORWARD, step=3, micro_batch=1)
+    if rank == 1:
+        time.sleep(0.2)
+        with control.phase(Phase.BACKWARD):
+            raise KeyError("weight \u00e9")  # no ASCII
+    if rank == 2:  # fails because of rank 1, and says so before rank 0 looks
+        report = report_of(lambda: control.barrier(Meeting.END_OF_STEP, 3), control=control)
+        Path(folder, "second").touch()
+        return report
+    deadline = time.monotonic() + 20
+    while not Path(folder, "second").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    report = report_of(control.check, control=control)
+    again = report_of(control.check)
+    assert again.culprit == 1, again
+    return report
+
+
+def test_first_failure_is_reported_not_those_it_causes(tmp_path: Path) -> None:
+    start = time.time()
+    results = launch(_abort, 3, str(tmp_path))
+    assert results[1].error_type == "KeyError"
+    for report in values([results[0], results[2]]):
+        assert report.error_type == "PeerError"
+        assert report.culprit == 1
+        assert "rank 1 (host testhost, pid " in report.message
+        assert "step 3, micro-batch 1, backward: KeyError: 'weight \u00e9'" in report.message
+    for rank in range(3):
+        record = json.loads((tmp_path / f"error{rank}.json").read_text(encoding="utf-8"))
+        assert sorted(record) == sorted(
+            ("rank", "host", "pid", "time", "type", "message", "secondary", "step", "traceback")
+        )
+        assert (record["rank"], record["host"], record["step"]) == (rank, "testhost", 3)
+        assert record["secondary"] is (rank != 1)
+        assert record["type"] == ("KeyError" if rank == 1 else "PeerError")
+        assert start - 1 < record["time"] < time.time() + 1
+        assert isinstance(record["pid"], int)
+        assert record["traceback"].startswith("Traceback (most recent call last)")
+        assert ("_abort" in record["traceback"]) or rank != 1
+    assert not list(tmp_path.glob("error*.json.*"))  # written whole, then renamed
+
+
+def _long_message(rank: int, world: int, token: str) -> Report | None:
+    control = block(rank, world, token)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 0:
+        control.fail(ValueError("start " + "\u00fc" * 10_000))
+        time.sleep(1.0)
+        control.fail(ValueError("the first one counts"))
+        return None
+    return report_of(lambda: control.barrier(Meeting.END_OF_STEP))
+
+
+def test_long_messages_are_cut() -> None:
+    message = values(launch(_long_message, 2))[1].message
+    assert "ValueError: start \u00fc\u00fc" in message
+    assert 1000 < len(message.encode()) <= 4200
+
+
+def _hooks(rank: int, world: int, token: str) -> list[str]:
+    called: list[str] = []
+    sys.excepthook = lambda kind, error, trace: called.append(f"before: {error}")
+    first, second = block(rank, world, f"{token}a"), block(rank, world, f"{token}b")
+    outermost = sys.excepthook
+    first.install_excepthook()
+    second.install_excepthook()
+    for control in (first, second):
+        control.barrier(Meeting.ALLOCATE)
+    if rank == 1:
+        error = ValueError("outside of the engine")
+        sys.excepthook(type(error), error, None)
+        called += [str(first.failed), str(second.failed)]
+    else:
+        for control in (first, second):
+            report = report_of(lambda control=control: control.barrier(Meeting.END_OF_STEP))  # type: ignore[misc]
+            assert "ValueError: outside of the engine" in report.message
+            assert report.culprit == 1
+    first.close()  # not the outermost: its hook stays in the chain and does nothing
+    error = ValueError("later")
+    sys.excepthook(type(error), error, None)
+    second.close()
+    sys.excepthook(type(error), error, None)
+    assert outermost is not None
+    return called
+
+
+def test_excepthooks_of_two_blocks_are_chained() -> None:
+    zero, one = values(launch(_hooks, 2))
+    assert one == ["before: outside of the engine", "True", "True", "before: later", "before: later"]
+    assert zero == ["before: later", "before: later"]
+
+
+def _dropped_block(rank: int, world: int, token: str) -> None:
+    import gc
+    import weakref
+
+    control = block(rank, world, token)
+    control.install_excepthook()
+    alive = weakref.ref(control)
+    control.barrier(Meeting.CLOSE)
+    control.close()
+    del control
+    gc.collect()
+    assert alive() is None
+    sys.excepthook(ValueError, ValueError("nobody listens"), None)
+
+
+def test_hook_does_not_keep_a_block_alive() -> None:
+    values(launch(_dropped_block, 2))
+
+
+def _forked_child(rank: int, world: int, token: str, how: str) -> float:
+    """A child that the user's script forks has the block's memory, but must not speak for the rank."""
+    control = block(rank, world, token)
+    control.install_excepthook()
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            error = ValueError("in the child")
+            if how == "raise":
+                sys.excepthook(type(error), error, None)
+            elif how == "phase":
+                with contextlib.suppress(ValueError), control.phase(Phase.BACKWARD):
+                    raise error
+            elif how == "close":
+                control.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    seconds = control.barrier(Meeting.END_OF_STEP)
+    control.barrier(Meeting.CLOSE)
+    control.close()
+    return seconds
+
+
+@pytest.mark.parametrize("how", ["raise", "phase", "close"])
+def test_forked_child_does_not_speak_for_its_rank(how: str) -> None:
+    values(launch(_forked_child, 2, how))
+
+
+def _orphan(rank: int, world: int, token: str, folder: str) -> Report:
+    control = block(rank, world, token)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            Path(folder, "child").write_text(str(os.getpid()))
+            time.sleep(20)
+            os._exit(0)
+        while not Path(folder, "child").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return report_of(lambda: control.barrier(Meeting.END_OF_STEP), control=control)
+
+
+def test_death_is_noticed_although_a_forked_child_lives_on(tmp_path: Path) -> None:
+    try:
+        for report in survivors(launch(_orphan, 3, str(tmp_path))):
+            assert report.error_type == "PeerError"
+            assert report.culprit == 1
+            assert report.seconds < MARGIN_S
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def _left(rank: int, world: int, token: str) -> Report | None:
+    control = block(rank, world, token)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 1:
+        control.close()  # without a meeting
+        return None
+    return report_of(lambda: control.wait_epoch(1, 0))
+
+
+def test_waiting_for_a_rank_that_has_left_fails_at_once() -> None:
+    report = values(launch(_left, 2))[0]
+    assert report.culprit == 1, report
+    assert report.seconds < MARGIN_S, report
+
+
+# -- counts, epochs, barriers ------------------------------------------------------------------------------
+
+
+def _counts(rank: int, world: int, token: str) -> str | None:
+    control = block(rank, world, token)
+    control.end_micro_batches(0, 2)  # equal in step 0
+    control.barrier(Meeting.END_OF_STEP, 0)
+    control.check_equal_counts(0, 2)
+    control.barrier(Meeting.PUBLISH, 1)
+    if rank == 1:
+        control.end_micro_batches(1, 2)
+        control.barrier(Meeting.PUBLISH, 2)
+        return None
+    control.check_equal_counts(1, 2)  # as many as rank 1 has
+    control.barrier(Meeting.PUBLISH, 2)
+    try:
+        control.check_equal_counts(1, 3)
+    except UsageError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_unequal_counts_are_named() -> None:
+    message = values(launch(_counts, 2))[0]
+    assert message.startswith("rank 0 (host testhost, pid ")
+    assert "has at least 3 micro-batches in step 1, rank 1 (host testhost, pid " in message
+    assert " only 2. " in message
+
+
+def _epoch_order(rank: int, world: int, token: str) -> list[float]:
+    control = block(rank, world, token)
+    waits = []
+    for epoch in range(3):
+        if rank == 1:
+            time.sleep(0.2)
+        control.set_epoch(epoch)
+        waits.append(control.wait_epoch(1, epoch))
+        waits.append(control.wait_epoch(1, epoch - 1))
+        control.barrier(Meeting.END_OF_STEP, epoch)
+    return waits
+
+
+def test_wait_epoch_waits_for_that_epoch_only() -> None:
+    waits = values(launch(_epoch_order, 2))[0]
+    assert min(waits[0::2]) > 0.1, waits  # epoch 0 as well: fresh memory is no published epoch
+    assert max(waits[1::2]) == 0.0, waits
+
+
+def _program(rank: int, world: int, token: str) -> str:
+    control = block(rank, world, token)
+    for step in range(200):  # fast ranks are one barrier ahead, with tags of their own
+        control.barrier(Meeting.END_OF_STEP, step)
+        control.barrier(Meeting.PUBLISH, step)
+    try:
+        control.barrier(Meeting.END_OF_STEP, 200 + (rank == 2))
+    except UsageError as error:
+        return str(error)
+    except PeerError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_barriers_of_different_steps_are_told_apart() -> None:
+    for message in values(launch(_program, 3)):
+        assert "rank 2 (host testhost, pid" in message
+        assert "is at the end of step 200" in message
+        assert "is at the end of step 201" in message
+
+
+# -- locks -------------------------------------------------------------------------------------------------
+
+
+def _locks(rank: int, world: int, token: str) -> None:
+    control = block(rank, world, token)
+    number = 4
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 0:
+        assert control.try_lock(number)
+        taken: list[bool] = []
+        thread = threading.Thread(target=lambda: taken.append(control.try_lock(number)))
+        thread.start()
+        thread.join()
+        assert taken == [False]  # another thread of the same process
+        assert control.try_lock(number + 1)  # locks are independent
+        control.unlock(number + 1)
+    control.barrier(Meeting.PUBLISH)
+    if rank == 1:
+        assert not control.try_lock(number)
+    control.barrier(Meeting.END_OF_STEP)
+    if rank == 0:
+        time.sleep(0.3)
+        control.unlock(number)
+    else:
+        assert control.lock(number, "it") > 0.1
+        control.unlock(number)
+    control.barrier(Meeting.CLOSE)
+    control.close()
+
+
+def test_locks_exclude_processes_and_threads() -> None:
+    values(launch(_locks, 2))
+
+
+# -- joining -----------------------------------------------------------------------------------------------
+
+
+def _joins(rank: int, world: int, token: str, who: tuple[int, ...]) -> str:
+    try:
+        block(who[rank], max(who) + 1, token, startup_timeout_s=2.0)
+    except OdcError as error:
+        time.sleep(1.0)  # the peers are to see a process that lives
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_two_processes_as_one_local_rank_are_refused() -> None:
+    """The second of them finds the place taken, or comes too late for the exchange."""
+    messages = values(launch(_joins, 4, (0, 1, 1, 2)))
+    refused = ("two processes run as the same local rank", "the first local rank did not offer it")
+    assert any(text in message for text in refused for message in messages[1:3]), messages
+
+
+def test_two_processes_as_first_local_rank_are_refused() -> None:
+    messages = values(launch(_joins, 3, (0, 0, 1)))
+    refused = ("two processes of this host run as local rank 0", "local ranks [1] did not come for it")
+    assert any(text in message for text in refused for message in messages[:2]), messages
+
+
+def _stranger(rank: int, world: int, token: str) -> str:
+    try:
+        block(rank, world, token if rank == 0 else "guess", startup_timeout_s=0.7)
+    except DeadlineError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_process_with_another_token_cannot_join() -> None:
+    messages = values(launch(_stranger, 2))
+    assert "local ranks [1] did not come for it within 0.7 s" in messages[0]
+    assert "the first local rank did not offer it within 0.7 s" in messages[1]
+
+
+def _stale_connections(rank: int, world: int, token: str) -> None:
+    if rank == 0:
+        control = block(rank, world, token)
+    else:
+        address = f"\0odc-{token}-0-1"
+        deadline = time.monotonic() + 10
+        for how in ("silent", "closes", "nonsense", "resets"):
+            client = socket.socket(socket.AF_UNIX)
+            while time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    client.connect(address)
+                    break
+            if how == "nonsense":
+                client.sendall(b"\xff\xff\xff\xff")
+            elif how == "resets":
+                client.sendall(b"\x63\x00")
+            if how != "silent":
+                client.close()
+        control = block(rank, world, token)
+    control.barrier(Meeting.CLOSE)
+    control.close()
+
+
+def test_stale_connections_to_the_exchange_are_ignored() -> None:
+    values(launch(_stale_connections, 2))
+
+
+def test_giver_that_dies_in_the_middle_is_an_error_in_time() -> None:
+    name = f"odc-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0{name}")
+        server.listen(1)
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            connection.recv(4)
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(DeadlineError, match=r"did not offer it within 0\.5 s"):
+            share_descriptors(None, name=name, index=1, count=2, timeout_s=0.5)
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) < before + 1
