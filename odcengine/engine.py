@@ -612,7 +612,7 @@ class _Agreed:
 def _close_at_exit(reference: weakref.ref[OdcEngine]) -> None:
     """Close an engine that the script left open, if the run went well so far."""
     engine = reference()
-    if engine is None or engine._closed:
+    if engine is None or engine._closed or not engine._control.is_owner:
         return
     if engine._control.failed:
         engine._closed = True

@@ -496,3 +496,35 @@ def test_giver_that_dies_in_the_middle_is_an_error_in_time() -> None:
             share_descriptors(None, name=name, index=1, count=2, timeout_s=0.5)
         thread.join()
     assert len(os.listdir("/proc/self/fd")) < before + 1
+
+
+def _fork_with_engine(rank: int, world: int) -> int:
+    import weakref
+
+    import torch
+
+    import odcengine
+    from odcengine.engine import _close_at_exit
+
+    config = {
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "odc": {"transport": "shm", "timeout_s": 20, "wrap": ["Linear"]},
+    }
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    engine, *_ = odcengine.initialize(config=config, model=model)
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            _close_at_exit(weakref.ref(engine))  # what sys.exit() runs in a child of os.fork()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    engine.backward(engine(torch.ones(1, 4)).sum(), count=1)
+    engine.step()
+    engine.close()
+    return engine.global_steps
+
+
+def test_forked_child_does_not_close_the_engine() -> None:
+    assert values(run_ranks(_fork_with_engine, 2)) == [1, 1]
