@@ -475,13 +475,14 @@ class ControlBlock:
         now = time.monotonic_ns()
         signs = {index: int(self._words[index, _Word.ALIVE_NS]) for index in awaited if index != self._me}
         remote = self._remote_signs(now, limit_s) if everyone else {}
-        newest = max([*signs.values(), *(sign for sign, _ in remote.values())], default=0)
+        by_rank = {self.topology.peers[index]: sign for index, sign in signs.items()}
+        by_rank |= {rank: sign for rank, (sign, _) in remote.items()}
+        newest = max(by_rank.values(), default=0)
         # Passing on the sign of the rank waited for keeps victims out of the blame; a circle of waiting
         # ranks only passes the same sign around, and so still ends.
         self._mine[_Word.ALIVE_NS] = max(int(self._mine[_Word.ALIVE_NS]), newest)
-        if signs:
-            oldest = min(signs, key=lambda index: signs[index])
-            self._mine[_Word.WAITS_FOR] = self.topology.peers[oldest] + 1
+        if by_rank:
+            self._mine[_Word.WAITS_FOR] = min(by_rank, key=lambda rank: by_rank[rank]) + 1
         latest = now - int(limit_s * 1e9)
         if start > latest or (everyone and newest > latest):
             return
