@@ -1,0 +1,192 @@
+"""The control block between nodes: two nodes of one host that know each other through a TCPStore only."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import RankResult, run_ranks, values
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from transport.conformance import MARGIN_S, Report, end_stopped, report_of
+
+from odcengine import control as control_module
+from odcengine.control import ControlBlock, Meeting, Phase
+from odcengine.topology import Topology
+
+Nodes = tuple[tuple[int, ...], ...]
+TWO_BY_TWO: Nodes = ((0, 1), (2, 3))
+TWO_BY_ONE: Nodes = ((0,), (1,))
+THREE_BY_ONE: Nodes = ((0,), (1,), (2,))
+LOOK_S = 0.25  # in these tests nodes look for each other's signs that often, not every 2 s
+LIMIT_S = 1.5  # of deadlines between nodes
+
+
+class Place:
+    """A rank with its control block, and gloo for collectives over all ranks."""
+
+    def __init__(self, rank: int, nodes: Nodes, token: str, timeout_s: float = 20.0) -> None:
+        control_module._MIRROR_S = LOOK_S
+        world = sum(map(len, nodes))
+        hosts = tuple(f"host{node}" for r in range(world) for node, ranks in enumerate(nodes) if r in ranks)
+        self.topology = Topology(rank, hosts, hosts, nodes)
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = datetime.timedelta(seconds=30)
+        self.store = TCPStore(address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        dist.init_process_group("gloo", store=PrefixStore("gloo", self.store), rank=rank, world_size=world)
+        self.control = ControlBlock(
+            self.topology,
+            token=f"{token}-{self.topology.node}",
+            timeout_s=timeout_s,
+            startup_timeout_s=20.0,
+            store=self.store,
+        )
+        dist.barrier()  # all are there
+
+    def meet_all(self) -> float:
+        """A collective over all ranks, as at the boundary of a minibatch."""
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        return self.control.wait_work(work, "the agreement on norm and counts")
+
+    def barrier_and_meet(self) -> None:
+        """The boundary: the node's barrier, then all ranks."""
+        self.control.barrier(Meeting.END_OF_STEP, 7)
+        self.control.enter(Phase.AGREE)
+        self.meet_all()
+
+
+def launch(function: Callable[..., Any], nodes: Nodes, *args: Any, **options: Any) -> list[RankResult]:
+    return run_ranks(function, sum(map(len, nodes)), nodes, secrets.token_hex(8), *args, **options)
+
+
+def _fails(rank: int, world: int, nodes: Nodes, token: str, culprit: int, how: str, limit_s: float) -> Report:
+    place = Place(rank, nodes, token, limit_s)
+    control = place.control
+    control.enter(Phase.FORWARD, step=7, micro_batch=3)
+    if rank == culprit:
+        time.sleep(0.5)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1000)
+        with control.phase(Phase.BACKWARD):
+            raise ValueError("boom 42")
+    report = report_of(place.barrier_and_meet, control=control)
+    time.sleep(4 * LOOK_S)  # the store lives in rank 0, gloo's sockets in all
+    return report
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, TWO_BY_ONE], ids=["2x2", "2x1"])
+def test_exception_on_one_node_is_seen_on_the_other(nodes: Nodes) -> None:
+    culprit = nodes[1][-1]
+    results = launch(_fails, nodes, culprit, "raise", 20.0)
+    assert results[culprit].error == "ValueError: boom 42"
+    for report in values([result for result in results if result.rank != culprit]):
+        assert report.error_type == "PeerError", report
+        assert report.culprit == culprit, report
+        assert f"rank {culprit} (host host1, pid " in report.message, report
+        assert "step 7, micro-batch 3, backward: ValueError: boom 42" in report.message, report
+        assert report.seconds < 0.5 + LOOK_S + MARGIN_S, report
+
+
+def test_killed_rank_of_another_node_is_named() -> None:
+    """Its node sees it die and tells the others through the store."""
+    results = launch(_fails, TWO_BY_TWO, 3, "kill", 20.0)
+    for report in values(results[:3]):
+        assert report.error_type == "PeerError", report
+        assert report.culprit == 3, report
+        assert "rank 3 (host host1, pid " in report.message, report
+        assert report.seconds < 0.5 + LOOK_S + MARGIN_S, report
+
+
+def test_killed_rank_that_is_alone_on_its_node_is_noticed() -> None:
+    """Nobody sees it die; the collective fails, or at the latest the limit passes."""
+    report = values(launch(_fails, TWO_BY_ONE, 1, "kill", LIMIT_S)[:1])[0]
+    assert report.error_type in ("PeerError", "DeadlineError"), report
+    assert "the agreement on norm and counts" in report.message, report
+    assert report.seconds < 0.5 + LIMIT_S + LOOK_S + MARGIN_S, report
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, THREE_BY_ONE], ids=["2x2", "3x1"])
+def test_stopped_rank_of_another_node_is_named(nodes: Nodes) -> None:
+    """Within its node or between nodes: those that wait for it are not blamed."""
+    culprit = nodes[-1][-1]
+    results = launch(_fails, nodes, culprit, "stop", LIMIT_S, during=end_stopped)
+    reports = values([result for result in results if result.rank != culprit])
+    for report in reports:
+        assert report.culprit == culprit, report
+        assert f"rank {culprit} (host host" in report.message, report
+        assert LIMIT_S < report.seconds < LIMIT_S + 2 * LOOK_S + MARGIN_S, report
+    assert any(report.error_type == "DeadlineError" for report in reports)
+
+
+def _slow(rank: int, world: int, nodes: Nodes, token: str) -> float:
+    place = Place(rank, nodes, token, timeout_s=LIMIT_S)
+    if rank == world - 1:
+        for micro_batch in range(20):
+            time.sleep(0.2)
+            place.control.enter(Phase.BACKWARD, micro_batch=micro_batch)
+    waited = place.control.barrier(Meeting.END_OF_STEP, 0)
+    waited += place.meet_all()
+    dist.barrier()
+    place.control.close()
+    return waited
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, THREE_BY_ONE], ids=["2x2", "3x1"])
+def test_progress_on_another_node_counts_as_sign_of_life(nodes: Nodes) -> None:
+    """All others wait for longer than the limit for one rank that moves."""
+    waited = values(launch(_slow, nodes))
+    assert all(seconds > 2 * LIMIT_S for seconds in waited[:-1]), waited
+
+
+def _circle(rank: int, world: int, nodes: Nodes, token: str) -> Report:
+    """A collective that never ends although all ranks are in it, as when the network between nodes hangs."""
+    place = Place(rank, nodes, token, timeout_s=LIMIT_S)
+
+    class Hanging:
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self) -> bool:
+            return True
+
+    report = report_of(lambda: place.control.wait_work(Hanging(), "a collective"), control=place.control)
+    time.sleep(4 * LOOK_S)
+    return report
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, TWO_BY_ONE], ids=["2x2", "2x1"])
+def test_hanging_collective_ends(nodes: Nodes) -> None:
+    """Ranks that wait for each other must not pass for moving, within a node or between nodes."""
+    for report in values(launch(_circle, nodes)):
+        assert LIMIT_S - 0.1 < report.seconds < LIMIT_S + 2 * LOOK_S + MARGIN_S, report
+        assert "a collective" in report.message, report
+
+
+def _store_dies(rank: int, world: int, nodes: Nodes, token: str) -> Report | None:
+    place = Place(rank, nodes, token)
+    if rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    report = report_of(lambda: place.control.wait_epoch(1 - place.topology.local_rank, 5))
+    time.sleep(0.5)
+    return report
+
+
+def test_lost_store_blames_the_rank_that_served_it() -> None:
+    """No raw error of torch, which would make each rank the first to fail."""
+    results = launch(_store_dies, TWO_BY_TWO)
+    for report in values(results[1:]):
+        assert report.error_type == "PeerError", report
+        assert report.culprit == 0, report
+        assert report.seconds < 0.3 + LOOK_S + MARGIN_S, report
