@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -33,8 +33,8 @@ from odcengine.errors import DeadlineError, PeerError, UsageError
 from odcengine.topology import Topology
 
 _MESSAGE_BYTES = 4096
-_FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 2e-3
-_PEER_CHECK_S, _MIRROR_S = 0.05, 2.0
+_FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
+_PEER_CHECK_S, _MIRROR_S, _LOOK_FOR_CAUSE_S = 0.05, 2.0, 3.0
 _SUSPENDED_S = 1.0  # a nap that took so long was none: the whole job may have been stopped for a while
 
 
@@ -193,6 +193,7 @@ class ControlBlock:
         )
         self._pid = os.getpid()
         self._barriers = 0
+        self._ended: tuple[int, int] | None = None  # see end_micro_batches
         self._remote: dict[int, tuple[int, int, bool]] = {}  # rank: progress word, when it moved, waits
         self._next_look = 0
         self._next_mirror = 0.0
@@ -289,6 +290,8 @@ class ControlBlock:
         """
         if self._words[:, _Word.ABORT].any():
             self._raise_abort()
+        if self._ended is not None:
+            self._check_nobody_has_more(*self._ended)
         if self._store is not None and time.monotonic() > self._next_mirror:
             self._mirror()
 
@@ -360,29 +363,47 @@ class ControlBlock:
         sys.excepthook = hook
 
     def end_micro_batches(self, step: int, count: int) -> None:
-        """Say that this rank has run all ``count`` micro-batches of its share of minibatch ``step``."""
+        """Say that this rank has run all ``count`` micro-batches of its share of minibatch ``step``.
+
+        Until the next barrier has passed, :meth:`check` raises where another rank of the node runs more: it
+        would wait for a collective that this rank never enters.
+        """
         with self._slot_lock(self._me):
             self._mine[_Word.ENDED_COUNT] = count
             self._mine[_Word.ENDED_STEP] = step + 1
+        self._ended = (step, count)
 
     def check_equal_counts(self, step: int, count: int) -> None:
         """Raise where a rank of the node ended minibatch ``step`` with fewer than ``count`` micro-batches.
 
-        Collectives need equal counts: the rank that has more would wait for a partner that never comes.
-
         Raises:
             UsageError: names both ranks and counts.
         """
-        words = self._words
-        ended = (words[:, _Word.ENDED_STEP] == step + 1) & (words[:, _Word.ENDED_COUNT] < count)
+        ended = (self._words[:, _Word.ENDED_STEP] == step + 1) & (self._words[:, _Word.ENDED_COUNT] < count)
         if ended.any():
-            index = int(ended.argmax())
-            raise UsageError(
-                f"{self.describe(self._me)} has at least {count} micro-batches in step {step}, "
-                f"{self.describe(index)} only {words[index, _Word.ENDED_COUNT]}. odc.transport: collective "
-                "and odc.lockstep need the same number on every rank (balance.strategy: lb_micro or "
-                "local_sort); the on-demand transports do not"
-            )
+            fewer = int(ended.argmax())
+            self._raise_unequal(step, self._me, count, fewer, int(self._words[fewer, _Word.ENDED_COUNT]))
+
+    def _check_nobody_has_more(self, step: int, count: int) -> None:
+        more = self._running_more(step, count)
+        if more is not None:
+            self._synchronize_with((more,))  # words of one moment: what was read before is not read again
+            if self._running_more(step, count) == more:
+                at_least = int(self._words[more, _Word.MICRO_BATCH]) + 1
+                self._raise_unequal(step, more, at_least, self._me, count)
+
+    def _running_more(self, step: int, count: int) -> int | None:
+        # In the opposite order of writing: a rank moves its micro-batch on before it enters the next one.
+        beyond = (self._words[:, _Word.STEP] == step) & (self._words[:, _Word.MICRO_BATCH] >= count)
+        beyond &= np.isin(self._words[:, _Word.PHASE], (Phase.FORWARD, Phase.BACKWARD))
+        return int(beyond.argmax()) if beyond.any() else None
+
+    def _raise_unequal(self, step: int, more: int, at_least: int, fewer: int, count: int) -> None:
+        raise UsageError(
+            f"{self.describe(more)} has at least {at_least} micro-batches in step {step}, "
+            f"{self.describe(fewer)} only {count}. odc.transport: collective and odc.lockstep need the same "
+            "number on every rank (balance.strategy: lb_micro or local_sort); the on-demand transports do not"
+        )
 
     # -- waiting ---------------------------------------------------------------------------------------
 
@@ -451,16 +472,24 @@ class ControlBlock:
             work.wait()
         except PeerError:
             raise
-        except RuntimeError as error:  # a backend's error names no rank: look whether one is gone
-            deadline = time.monotonic() + 1.0
-            while time.monotonic() < deadline:
-                self._next_mirror = 0.0  # look at the other nodes as well
-                self._check_failures()
-                time.sleep(_PEER_CHECK_S)
-            raise PeerError(
-                f"{self.describe(self._me)}: {what} failed, as it does when another rank has gone: {error}"
-            ) from error
+        except RuntimeError as error:
+            self.raise_cause(error, what)
         return seconds
+
+    def raise_cause(self, error: RuntimeError, what: str) -> NoReturn:
+        """A collective failed with an error that names no rank: find out who failed or left, and raise that.
+
+        Raises:
+            PeerError: what the rank that failed has said, or else the backend's error.
+        """
+        deadline = time.monotonic() + _LOOK_FOR_CAUSE_S
+        while time.monotonic() < deadline:
+            self._next_mirror = 0.0  # look at the other nodes as well
+            self._check_failures()
+            time.sleep(_PEER_CHECK_S)
+        raise PeerError(
+            f"{self.describe(self._me)}: {what} failed, as it does when another rank has gone: {error}"
+        ) from error
 
     def _check_deadline(
         self, awaited: Sequence[int], everyone: bool, start: int, limit_s: float, what: str
@@ -562,6 +591,7 @@ class ControlBlock:
             lambda: np.flatnonzero(entered < arrivals).tolist(),
         )
         self._synchronize_with(range(self._size))
+        self._ended = None
         tags = self._words[:, word].tolist()
         if any(other != tag for other in tags):
             places = "; ".join(

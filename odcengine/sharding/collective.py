@@ -5,8 +5,10 @@ Every gather and reduce meets all ranks, so all must run the same micro-batches 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -73,6 +75,27 @@ class CollectiveSharding(Sharding):
     def publish(self, which: Changed) -> None:
         self.reshard()
 
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[_Clock]:
+        """Time a collective; waiting in it and moving data cannot be told apart.
+
+        The host waits inside the backend, which only notices a failure when the connection breaks.
+        """
+        self.control.check()
+        clock, start = _Clock(), time.perf_counter()
+        try:
+            yield clock
+        except RuntimeError as error:
+            self.control.raise_cause(error, what)
+        clock.seconds = time.perf_counter() - start
+        self.blocked.wait_s += clock.seconds
+        self.control.beat()
+
+
+@dataclass
+class _Clock:
+    seconds: float = 0.0
+
 
 class _TimedAllGather(PlainMemory, AllGather):
     def __init__(self, sharding: CollectiveSharding) -> None:
@@ -85,14 +108,11 @@ class _TimedAllGather(PlainMemory, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        start = time.perf_counter()
-        self._sharding.control.check()
-        work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        self._sharding.control.beat()
-        seconds, blocked = time.perf_counter() - start, self._sharding.blocked
+        blocked = self._sharding.blocked
+        with self._sharding.timed("an all-gather of parameters") as clock:
+            work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         blocked.num_gathers += 1
-        blocked.gather_s += seconds
-        blocked.wait_s += seconds
+        blocked.gather_s += clock.seconds
         return work
 
 
@@ -108,14 +128,11 @@ class _TimedReduceScatter(PlainMemory, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        start = time.perf_counter()
-        self._sharding.control.check()
-        work: dist.Work | None = reduce_scatter(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-        self._sharding.control.beat()
-        seconds, blocked = time.perf_counter() - start, self._sharding.blocked
+        blocked = self._sharding.blocked
+        with self._sharding.timed("a reduce-scatter of gradients") as clock:
+            work: dist.Work | None = reduce_scatter(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
         blocked.num_pushes += 1
-        blocked.push_s += seconds
-        blocked.wait_s += seconds
+        blocked.push_s += clock.seconds
         return work

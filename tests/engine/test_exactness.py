@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import RankResult, run_ranks, values
+
 from engine.toy import STEPS, Case, compare, reference, train
 
 # Plain SGD: Adam divides by tiny second moments and blows the last bits of fp32 up.

@@ -155,7 +155,8 @@ def config_for(case: Case, **odc: Any) -> dict[str, Any]:
         "odc": {"timeout_s": 30, "startup_timeout_s": 30, "wrap": ["Block"], **odc},
     }
     for key, value in case.config.items():
-        base[key] = {**base[key], **value} if isinstance(base.get(key), dict) else value
+        merge = isinstance(base.get(key), dict) and isinstance(value, dict)
+        base[key] = {**base[key], **value} if merge else value
     return base
 
 
@@ -241,9 +242,7 @@ def reference(case: Case, world_size: int, *, equal: bool = False, steps: int = 
             norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
             norms.append(float(norm))
             torch.nn.utils.clip_grad_norm_(trained, 0.5)
-            gradients.append(
-                {n: p.grad.clone() for n, p in master.named_parameters() if p.grad is not None}
-            )
+            gradients.append({n: p.grad.clone() for n, p in master.named_parameters() if p.grad is not None})
             optimizer.step()
         if case.evaluate:
             with torch.no_grad():

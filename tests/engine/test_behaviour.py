@@ -1,0 +1,409 @@
+"""What users run into: mistakes are named, failures reach every rank, nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, values
+from torch import nn
+
+import odcengine
+from engine.toy import Case, TinyLM, config_for, loss_of, make_model, micro_batches
+from odcengine import OdcEngine
+from odcengine.errors import ConfigError, UsageError
+
+CASE = Case("behaviour")
+
+
+def _engine(**odc: Any) -> OdcEngine:
+    odc = {"timeout_s": 20, "startup_timeout_s": 20, **odc}
+    return odcengine.initialize(model=make_model(CASE), config=config_for(CASE, **odc))[0]
+
+
+def _minibatch(engine: OdcEngine, rank: int, world_size: int, step: int, number: int = 2) -> None:
+    for micro_batch in micro_batches("x", step, world_size, equal=True)[rank][:number]:
+        loss, count = loss_of(engine, micro_batch)
+        engine.backward(loss, count=count)
+
+
+# ---- failures of a rank ------------------------------------------------------------------------------
+
+
+def _fails(rank: int, world_size: int, how: str) -> None:
+    engine = _engine(timeout_s=3)
+    _minibatch(engine, rank, world_size, 0)
+    engine.step()
+    if rank == 1 and how == "raises between":
+        _minibatch(engine, rank, world_size, 1, number=1)
+        try:
+            raise ValueError("bad sample 17")
+        except ValueError as error:
+            # What the interpreter does with an exception that nobody catches.
+            sys.excepthook(type(error), error, error.__traceback__)
+            raise
+    for micro_batch in micro_batches("x", 1, world_size, equal=True)[rank]:
+        loss, count = loss_of(engine, micro_batch)
+        if rank == 1 and how == "raises in forward" and engine._micro_batches == 1:
+            engine(micro_batch, "no such argument")
+        if rank == 1 and how == "stops for ever" and engine._micro_batches == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 1 and how == "is killed" and engine._micro_batches == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and how == "leaves" and engine._micro_batches == 1:
+            os._exit(7)
+        engine.backward(loss, count=count)
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "patterns"),
+    [
+        ("raises between", ["rank 1 (host", "step 1, micro-batch 1", "bad sample 17"]),
+        ("raises in forward", ["rank 1 (host", "step 1, micro-batch 1, forward", "TypeError"]),
+        ("stops for ever", ["no sign of life for 3 s", "rank 1 (host", "step 1, micro-batch 1"]),
+        ("is killed", ["rank 1 (host", "died or left without close()", "step 1, micro-batch 1"]),
+        ("leaves", ["rank 1 (host", "died or left without close()", "step 1, micro-batch 1"]),
+    ],
+)
+def test_survivors_name_the_rank_the_step_and_the_cause(how: str, patterns: list[str]) -> None:
+    results = run_ranks(_fails, 3, how, timeout_s=12)  # a stopped rank stays until then
+    for survivor in (results[0], results[2]):
+        assert not survivor.hung, survivor.stack
+        assert survivor.error_type in ("PeerError", "DeadlineError")
+        assert all(pattern in str(survivor.error) for pattern in patterns), survivor.error
+        assert survivor.seconds < 9
+
+
+def _slow(rank: int, world_size: int) -> float:
+    engine = _engine(timeout_s=1.5)
+    for number in range(8):
+        if rank == 1:
+            time.sleep(0.5)  # in all longer than the limit, but it moves
+            _minibatch(engine, rank, world_size, number)
+    started = time.monotonic()
+    engine.step()
+    engine.close()
+    return time.monotonic() - started
+
+
+def test_slow_but_moving_ranks_are_waited_for() -> None:
+    waited = values(run_ranks(_slow, 3, timeout_s=20))
+    assert waited[0] > 3
+    assert waited[2] > 3
+
+
+# ---- programs that differ between ranks --------------------------------------------------------------
+
+
+def _different_step_counts(rank: int, world_size: int) -> None:
+    engine = _engine()
+    for step in range(3 if rank else 2):
+        _minibatch(engine, rank, world_size, step)
+        engine.step()
+    engine.close()
+
+
+def test_unequal_numbers_of_steps_are_named_at_the_barrier() -> None:
+    results = run_ranks(_different_step_counts, 2, timeout_s=20)
+    for result in results:
+        assert "rank 0" in str(result.error)
+        assert "is at close()" in str(result.error)
+        assert "is at the end of step 2" in str(result.error)
+
+
+def _unequal_collective(rank: int, world_size: int, odc: dict[str, Any]) -> None:
+    engine = _engine(**odc)
+    _minibatch(engine, rank, world_size, 0)
+    engine.step()
+    _minibatch(engine, rank, world_size, 1, number=1 + (rank == 0))
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("odc", "pattern"),
+    [
+        ({"transport": "collective"}, "rank 0 .* has at least 2 micro-batches in step 1, rank 1 .* only 1"),
+        ({"lockstep": True}, "lock-step gather of module group 0.*end of step 1|end of step 1.*lock-step"),
+    ],
+)
+def test_baselines_demand_equal_counts(odc: dict[str, Any], pattern: str) -> None:
+    results = run_ranks(_unequal_collective, 2, odc, timeout_s=20)
+    assert not any(result.hung for result in results)
+    assert re.search(pattern, " ".join(str(result.error) for result in results)), results
+
+
+# ---- changing parameters outside of step() -----------------------------------------------------------
+
+
+def _load_weights(rank: int, world_size: int, publish: bool) -> torch.Tensor:
+    engine = _engine()
+    _minibatch(engine, rank, world_size, 0)
+    engine.step()
+    with torch.no_grad():
+        for parameter in engine.parameters():
+            parameter.mul_(0.5)
+    if publish:
+        engine.publish()
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(torch.arange(5)[None], 0).clone()
+    engine.close()
+    return logits
+
+
+def test_changed_parameters_need_publish() -> None:
+    for result in run_ranks(_load_weights, 2, False, timeout_s=20):
+        assert result.error_type in ("UsageError", "PeerError")
+        assert "was changed after it was published" in str(result.error)
+        assert "engine.publish() on every rank" in str(result.error)
+
+
+def test_published_changes_are_seen_by_all_ranks() -> None:
+    first, second = values(run_ranks(_load_weights, 2, True, timeout_s=20))
+    assert torch.equal(first, second)
+
+
+def _thaw(rank: int, world_size: int) -> None:
+    case = Case("thaw", {"frozen": True})
+    engine = odcengine.initialize(model=make_model(case), config=config_for(case))[0]
+    for parameter in engine.parameters():
+        parameter.requires_grad_(True)
+    _minibatch(engine, rank, world_size, 0)
+
+
+def test_thawing_after_initialize_is_refused() -> None:
+    for result in run_ranks(_thaw, 2, timeout_s=20):
+        assert "was thawed after odcengine.initialize" in str(result.error)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------
+
+
+def _bad_gradient(rank: int, world_size: int) -> list[bool]:
+    engine = _engine()
+    applied = []
+    for step in range(4):
+        for micro_batch in micro_batches("x", step, world_size, equal=True)[rank]:
+            loss, count = loss_of(engine, micro_batch)
+            if step == 1 and rank == 1:
+                loss = loss * float("inf")
+            if step == 2:
+                loss, count = loss * 0, 0
+            engine.backward(loss, count=count)
+        before = [p.detach().to_local().clone() for p in engine.parameters()]
+        applied.append(engine.step().applied)
+        same = all(torch.equal(a, b.to_local()) for a, b in zip(before, engine.parameters(), strict=True))
+        assert same != applied[-1]
+    engine.close()
+    return applied
+
+
+def test_non_finite_gradients_and_nothing_to_learn_skip_the_step_on_all_ranks() -> None:
+    assert values(run_ranks(_bad_gradient, 3)) == [[True, False, False, True]] * 3
+
+
+def _times(rank: int, world_size: int) -> Any:
+    engine = _engine()
+    for step in range(2):
+        _minibatch(engine, rank, world_size, step, number=1)
+        if rank == 0:
+            time.sleep(0.4)
+        _minibatch(engine, rank, world_size, step, number=1)
+        metrics = engine.step()
+    engine.close()
+    return metrics
+
+
+def test_times_tell_who_waited() -> None:
+    metrics = values(run_ranks(_times, 2))
+    for field in ("busy_s", "wait_s", "loss", "grad_norm", "count", "num_micro_batches"):
+        assert getattr(metrics[0], field) == getattr(metrics[1], field)
+    assert metrics[0].busy_s[0] > 0.4 > metrics[0].busy_s[1]
+    assert metrics[0].wait_s[1] > 0.3 > metrics[0].wait_s[0]
+    assert metrics[0].idle_shares[1] > 0.5 > metrics[0].idle_shares[0]
+    assert metrics[0].num_micro_batches == 4
+
+
+# ---- one process, two engines, other optimizers ------------------------------------------------------
+
+
+def _two_engines(rank: int, world_size: int) -> list[float]:
+    first, second = _engine(), _engine()
+    losses = []
+    for step in range(3):
+        for engine in (first, second):
+            _minibatch(engine, rank, world_size, step, number=(rank + step) % 3)
+            losses.append(engine.step().loss)
+    first.close()
+    _minibatch(second, rank, world_size, 3)
+    second.step()
+    second.close()
+    return losses
+
+
+def test_two_engines_in_one_process() -> None:
+    for losses in values(run_ranks(_two_engines, 2)):
+        assert losses[0::2] == pytest.approx(losses[1::2], rel=1e-12)
+
+
+def _own_optimizer(rank: int, world_size: int, build: Callable[[TinyLM], Any]) -> tuple[float, float]:
+    model = make_model(CASE)
+    source = build(model)
+    engine, optimizer, _, scheduler = odcengine.initialize(
+        model=model,
+        config=config_for(CASE),
+        optimizer=source,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+    )
+    assert scheduler is engine.scheduler
+    for step in range(2):
+        _minibatch(engine, rank, world_size, step)
+        engine.step()
+    engine.close()
+    weights = [p.detach().to_local().sum().item() for p in engine.parameters()]
+    return optimizer.param_groups[0]["lr"], sum(weights)
+
+
+def _made_before(model: TinyLM) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+
+
+def _made_from(model: TinyLM) -> Any:
+    return lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_the_scripts_own_optimizer_and_scheduler() -> None:
+    before = values(run_ranks(_own_optimizer, 2, _made_before))
+    after = values(run_ranks(_own_optimizer, 2, _made_from))
+    assert before[0][0] == 0.1 * 0.5**2
+    assert [w for _, w in before] == pytest.approx([w for _, w in after], rel=1e-12)
+
+
+def test_one_process_without_a_launcher() -> None:
+    results = run_ranks(_alone, 1)
+    assert values(results)[0] == ("single process", 1)
+
+
+def _alone(rank: int, world_size: int) -> tuple[str, int]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    engine = _engine()
+    _minibatch(engine, 0, 1, 0)
+    assert engine.step().applied
+    engine.close()
+    from odcengine.topology import read_rank_info
+
+    return read_rank_info().source, engine.topology.world_size
+
+
+# ---- bad input to initialize -------------------------------------------------------------------------
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.blocks[1].weight = self.blocks[0].weight
+
+
+class _Odd(nn.Module):
+    """Another shape on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3 + int(os.environ["RANK"]))
+
+
+def _frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+def _meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(2, 2)
+
+
+BAD = {
+    "no parameters": (nn.ReLU, {}, "ReLU has no parameters"),
+    "nothing trainable": (_frozen, {}, "no parameter of Linear requires a gradient"),
+    "meta device": (_meta, {}, "parameter weight is on meta"),
+    "tied across groups": (
+        _Tied,
+        {},
+        "blocks.0.weight (group blocks.0) and blocks.1.weight (group blocks.1) are one tied parameter",
+    ),
+    "models differ": (_Odd, {}, "requires_grad of its tensors) of ranks [1] differs from rank 0's"),
+    "unknown block class": (TinyLM, {"odc": {"wrap": ["Blok"]}}, "odc.wrap: Blok: no module of TinyLM"),
+    "unknown key": (TinyLM, {"optimiser": {}}, "optimiser"),
+    "no optimizer": (TinyLM, {"optimizer": None}, "optimizer: the configuration has none"),
+    "node size": (TinyLM, {"odc": {"node_size": 3}}, "node_size: 3 does not divide the 2 ranks of host"),
+    "no mapping": (TinyLM, "configs/no_such_file.yaml", "no_such_file.yaml"),
+}
+
+
+def _initialize(rank: int, world_size: int, name: str) -> None:
+    make, changes, _ = BAD[name]
+    config: Any = changes
+    if not isinstance(changes, str):
+        config = config_for(Case("bad", config=changes))
+        if "wrap" not in changes.get("odc", {}):
+            config["odc"]["wrap"] = "auto"
+        config = {key: value for key, value in config.items() if value is not None}
+    odcengine.initialize(model=make(), config=config)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str) -> None:
+    for result in run_ranks(_initialize, 2, name, timeout_s=20):
+        assert not result.hung, result.stack
+        assert result.error_type in ("ConfigError", "PeerError")
+        assert BAD[name][2] in str(result.error), result.error
+
+
+def test_no_configuration_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ODC_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match="or start the script with odc-launch --config"):
+        odcengine.initialize(model=nn.Linear(1, 1))
+
+
+def _misuse(rank: int, world_size: int) -> list[str]:
+    engine = _engine()
+    messages = []
+    for call in (
+        lambda: engine.backward(torch.ones(3, requires_grad=True), count=1),
+        lambda: engine.backward(torch.ones((), requires_grad=True)),
+        lambda: engine.backward(torch.ones((), requires_grad=True), count=-1),
+    ):
+        try:
+            call()
+        except UsageError as error:
+            messages.append(str(error))
+        engine._control._mine[10] = 0  # forget the failure: each of these ends the job
+    return messages
+
+
+def test_misuse_of_backward_is_named() -> None:
+    messages = values(run_ranks(_misuse, 1))[0]
+    assert "the loss has shape [3]" in messages[0]
+    assert "give count=..." in messages[1]
+    assert "count is -1.0" in messages[2]
+
+
+def _after_close(rank: int, world_size: int) -> str:
+    with _engine() as engine:
+        engine.step()
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    return str(caught.value)
+
+
+def test_a_closed_engine_says_so() -> None:
+    assert "the engine is closed" in values(run_ranks(_after_close, 2))[0]
