@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_ranks, values
-from engine.toy import shard, worst_error
 from torch import nn
 
 import odcengine
+from engine.toy import shard, worst_error
 
 LENGTHS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 SUPERVISED = (2, 0, 3, 0, 4, 8, 1, 5, 4, 0)
