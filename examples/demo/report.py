@@ -1,0 +1,279 @@
+"""What the demo's steps say: tables, ratios, the check of the losses, the prediction beside the measurement.
+
+Everything is computed from the lines of ``steps.jsonl``:
+
+    python examples/demo/report.py demo_out/steps.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from odcengine.balance import Plan
+
+COLLECTIVE, LOCK_STEP, ON_DEMAND = METHODS = ("collective", "lock-step", "on demand")
+PACKED, SINGLE = CUTS = ("packed", "single")
+TITLES = {
+    PACKED: "packed: as few micro-batches as hold the tokens",
+    SINGLE: "single: one sequence a micro-batch",
+}
+LOSS_TOLERANCE = 1e-4
+
+Line = dict[str, Any]
+Minibatch = dict[str, Line]  # by method
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the smallest and the largest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def show(self, form: str) -> str:
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the plans say without running anything, over all minibatches; only work counts, no overhead.
+
+    Args:
+        ratio: tokens/s of on demand over lock-step: the sum of the lock-step plans' predicted durations by
+            that of the on-demand plans.
+        limit: the same with the sum of the bounds instead, which no plan can beat.
+        idle: for each method the share of all ranks' time that is spent waiting for slower ranks.
+    """
+
+    ratio: float
+    limit: float
+    idle: dict[str, float]
+
+    @classmethod
+    def of(cls, lock_step: Sequence[Line], on_demand: Sequence[Line]) -> Prediction:
+        """From the :func:`plan_costs` of the same minibatches."""
+        slow, fast = (sum(plan["predicted_cost"] for plan in plans) for plans in (lock_step, on_demand))
+        bound = sum(plan["bound"] for plan in on_demand)
+        mean_load = sum(statistics.mean(plan["loads"]) for plan in on_demand)
+        waiting = 1 - mean_load / slow
+        idle = {COLLECTIVE: waiting, LOCK_STEP: waiting, ON_DEMAND: 1 - mean_load / fast}
+        return cls(ratio=slow / fast, limit=slow / bound, idle=idle)
+
+    def __str__(self) -> str:
+        return f"the plans predict {self.ratio:.2f}, no plan gives more than {self.limit:.2f}"
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """A method over the minibatches that count.
+
+    Args:
+        first_loss: of the warm-up, before any update.
+        last_loss: of the last minibatch.
+        tokens_per_s: real tokens by the time of the slowest rank, of each minibatch.
+        to_collective: the same relative to the collective baseline on the same minibatch.
+        idle_shares: for each rank the waiting by all time, both up to the end of barrier A.
+        boundary_share: time from there to the end of the step by all time, of the slowest rank.
+    """
+
+    first_loss: float
+    last_loss: float
+    tokens_per_s: Spread
+    to_collective: Spread
+    idle_shares: list[float]
+    boundary_share: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The methods on minibatches that are cut into micro-batches in one way.
+
+    Args:
+        methods: by name.
+        on_demand_to_lock_step: tokens/s by tokens/s on the same minibatch.
+        lock_step_to_collective: the same.
+        prediction: of the same minibatches.
+    """
+
+    methods: dict[str, MethodSummary]
+    on_demand_to_lock_step: Spread
+    lock_step_to_collective: Spread
+    prediction: Prediction
+
+    def __str__(self) -> str:
+        ranks = range(len(self.methods[COLLECTIVE].idle_shares))
+        idle = [f"idle, rank {rank}" for rank in ranks]
+        rows = [["method", "loss", "tokens/s", *idle, "predicted", "to collective"]]
+        for name, method in self.methods.items():
+            rows.append(
+                [
+                    name,
+                    f"{method.first_loss:.4f} -> {method.last_loss:.4f}",
+                    method.tokens_per_s.show(",.0f"),
+                    *(f"{share:.1%}" for share in method.idle_shares),
+                    f"{self.prediction.idle[name]:.1%}",
+                    "1" if name == COLLECTIVE else method.to_collective.show(".2f"),
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows.insert(1, ["-" * width for width in widths])
+        return "\n".join(
+            [
+                *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+                f"on demand / lock-step   {self.on_demand_to_lock_step.show('.2f')}; {self.prediction}",
+                f"lock-step / collective  {self.lock_step_to_collective.show('.2f')}; gloo's transport",
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole demo.
+
+    Args:
+        comparisons: by the way in which minibatches are cut.
+        loss_difference: largest difference between any two losses at an equal step, warm-up included.
+        num_minibatches: that count; the warm-up does not.
+    """
+
+    comparisons: dict[str, Comparison]
+    loss_difference: float
+    num_minibatches: int
+
+    @property
+    def losses_agree(self) -> bool:
+        return self.loss_difference <= LOSS_TOLERANCE
+
+    def __str__(self) -> str:
+        verdict = "the same training" if self.losses_agree else "NOT THE SAME TRAINING"
+        return "\n".join(
+            [
+                *(f"{TITLES[cut]}\n{comparison}\n" for cut, comparison in self.comparisons.items()),
+                f"Values are medians (smallest to largest) of {self.num_minibatches} minibatches; ratios "
+                "compare a minibatch with itself.",
+                "on demand / lock-step: what decoupling and balance give, as transport and samples are the",
+                "  same. Predicted from the work alone: sum of work in the plans, and its lower bound.",
+                "lock-step / collective: both meet at every layer, so this is only gloo being slow on CPUs,",
+                "  no merit of on-demand communication. Do not expect it on GPUs, where NCCL is fast.",
+                f"Losses at equal steps differ by at most {self.loss_difference:.1e} "
+                f"(allowed: {LOSS_TOLERANCE:g}): {verdict}.",
+            ]
+        )
+
+
+def plan_costs(plan: Plan) -> Line:
+    """What a plan predicts, as plain data; in the unit of its cost model, FLOP."""
+    return {
+        "strategy": plan.strategy,
+        "predicted_cost": plan.predicted_cost,
+        "on_demand_cost": plan.on_demand_cost,
+        "lockstep_cost": plan.lockstep_cost if plan.equal_counts else None,
+        "bound": plan.bound,
+        "loads": plan.loads,
+    }
+
+
+def describe(line: Line) -> str:
+    """A step in a line of text."""
+    idle = " ".join(f"{share:6.1%}" for share in line["idle_shares"])
+    return (
+        f"minibatch {line['step']:2}  {line['cut']} {line['method']:<10}  loss {line['loss']:.4f}  "
+        f"{line['tokens_per_s']:6,.0f} tokens/s  idle {idle}{'  (warm-up)' * line['warm_up']}"
+    )
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of ``steps.jsonl``."""
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+
+
+def summarize(lines: Sequence[Line]) -> Report:
+    """Compute the report.
+
+    Args:
+        lines: a line for each step, cut and method, in any order.
+
+    Raises:
+        ValueError: a step that not all methods have done on the same samples, or nothing that counts.
+    """
+    steps: dict[int, list[Line]] = {}
+    for line in lines:
+        steps.setdefault(line["step"], []).append(line)
+    expected = sorted((cut, method) for cut in CUTS for method in METHODS)
+    differences = []
+    for step, of_step in steps.items():
+        done = sorted((line["cut"], line["method"]) for line in of_step)
+        if done != expected or any(line["samples"] != of_step[0]["samples"] for line in of_step):
+            raise ValueError(f"minibatch {step} was not run by every method on the same samples")
+        losses = [line["loss"] for line in of_step]
+        differences.append(max(losses) - min(losses) if all(map(math.isfinite, losses)) else math.inf)
+    num_minibatches = sum(not of_step[0]["warm_up"] for of_step in steps.values())
+    if not num_minibatches:
+        raise ValueError("no minibatch beside the warm-up")
+    comparisons = {}
+    for cut in CUTS:
+        minibatches = [
+            {line["method"]: line for line in steps[step] if line["cut"] == cut} for step in sorted(steps)
+        ]
+        comparisons[cut] = _compare(minibatches)
+    return Report(comparisons, max(differences), num_minibatches)
+
+
+def _compare(minibatches: Sequence[Minibatch]) -> Comparison:
+    counted = [minibatch for minibatch in minibatches if not minibatch[COLLECTIVE]["warm_up"]]
+    plans = ([minibatch[name]["plan"] for minibatch in counted] for name in (LOCK_STEP, ON_DEMAND))
+    return Comparison(
+        methods={name: _summarize(name, minibatches, counted) for name in METHODS},
+        on_demand_to_lock_step=_ratio(counted, ON_DEMAND, LOCK_STEP),
+        lock_step_to_collective=_ratio(counted, LOCK_STEP, COLLECTIVE),
+        prediction=Prediction.of(*plans),
+    )
+
+
+def _summarize(name: str, minibatches: Sequence[Minibatch], counted: Sequence[Minibatch]) -> MethodSummary:
+    lines = [minibatch[name] for minibatch in counted]
+    boundary, wall = (sum(max(line[key]) for line in lines) for key in ("boundary_s", "wall_s"))
+    busy, wait = (
+        [sum(of_rank) for of_rank in zip(*(line[key] for line in lines), strict=True)]
+        for key in ("busy_s", "wait_s")
+    )
+    return MethodSummary(
+        first_loss=minibatches[0][name]["loss"],
+        last_loss=minibatches[-1][name]["loss"],
+        tokens_per_s=Spread.of([line["tokens_per_s"] for line in lines]),
+        to_collective=_ratio(counted, name, COLLECTIVE),
+        idle_shares=[w / (b + w) for b, w in zip(busy, wait, strict=True)],
+        boundary_share=boundary / wall,
+    )
+
+
+def _ratio(counted: Sequence[Minibatch], fast: str, slow: str) -> Spread:
+    """Of tokens/s on each minibatch; the tokens are the same, so only the times count."""
+    pairs = ((max(minibatch[slow]["wall_s"]), max(minibatch[fast]["wall_s"])) for minibatch in counted)
+    return Spread.of([slow_s / fast_s for slow_s, fast_s in pairs])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Print the tables of a run of the demo.")
+    parser.add_argument("steps", type=Path, help="steps.jsonl of a run")
+    report = summarize(read_lines(parser.parse_args().steps))
+    print(report)
+    return 0 if report.losses_agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
