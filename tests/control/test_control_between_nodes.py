@@ -81,14 +81,13 @@ def _fails(rank: int, world: int, nodes: Nodes, token: str, culprit: int, how: s
         with control.phase(Phase.BACKWARD):
             raise ValueError("boom 42")
     report = report_of(place.barrier_and_meet, control=control)
-    time.sleep(4 * LOOK_S)  # the store lives in rank 0, gloo's sockets in all
+    time.sleep(3 * LOOK_S)  # the store lives in rank 0, gloo's sockets in all
     return report
 
 
-@pytest.mark.parametrize("nodes", [TWO_BY_TWO, TWO_BY_ONE], ids=["2x2", "2x1"])
-def test_exception_on_one_node_is_seen_on_the_other(nodes: Nodes) -> None:
-    culprit = nodes[1][-1]
-    results = launch(_fails, nodes, culprit, "raise", 20.0)
+def test_exception_on_one_node_is_seen_on_the_other() -> None:
+    culprit = 3
+    results = launch(_fails, TWO_BY_TWO, culprit, "raise", 20.0)
     assert results[culprit].error == "ValueError: boom 42"
     for report in values([result for result in results if result.rank != culprit]):
         assert report.error_type == "PeerError", report
@@ -132,7 +131,7 @@ def test_stopped_rank_of_another_node_is_named(nodes: Nodes) -> None:
 def _slow(rank: int, world: int, nodes: Nodes, token: str) -> float:
     place = Place(rank, nodes, token, timeout_s=LIMIT_S)
     if rank == world - 1:
-        for micro_batch in range(20):
+        for micro_batch in range(12):
             time.sleep(0.2)
             place.control.enter(Phase.BACKWARD, micro_batch=micro_batch)
     waited = place.control.barrier(Meeting.END_OF_STEP, 0)
@@ -146,7 +145,7 @@ def _slow(rank: int, world: int, nodes: Nodes, token: str) -> float:
 def test_progress_on_another_node_counts_as_sign_of_life(nodes: Nodes) -> None:
     """All others wait for longer than the limit for one rank that moves."""
     waited = values(launch(_slow, nodes))
-    assert all(seconds > 2 * LIMIT_S for seconds in waited[:-1]), waited
+    assert all(seconds > 1.2 * LIMIT_S for seconds in waited[:-1]), waited
 
 
 def _circle(rank: int, world: int, nodes: Nodes, token: str) -> Report:
@@ -161,14 +160,13 @@ def _circle(rank: int, world: int, nodes: Nodes, token: str) -> Report:
             return True
 
     report = report_of(lambda: place.control.wait_work(Hanging(), "a collective"), control=place.control)
-    time.sleep(4 * LOOK_S)
+    time.sleep(3 * LOOK_S)
     return report
 
 
-@pytest.mark.parametrize("nodes", [TWO_BY_TWO, TWO_BY_ONE], ids=["2x2", "2x1"])
-def test_hanging_collective_ends(nodes: Nodes) -> None:
+def test_hanging_collective_ends() -> None:
     """Ranks that wait for each other must not pass for moving, within a node or between nodes."""
-    for report in values(launch(_circle, nodes)):
+    for report in values(launch(_circle, TWO_BY_TWO)):
         assert LIMIT_S - 0.1 < report.seconds < LIMIT_S + 2 * LOOK_S + MARGIN_S, report
         assert "a collective" in report.message, report
 

@@ -80,7 +80,7 @@ def _slow_chain(rank: int, world: int, token: str) -> float:
     control = block(rank, world, token, timeout_s=1.0)
     control.barrier(Meeting.ALLOCATE)
     if rank == world - 1:
-        for micro_batch in range(15):
+        for micro_batch in range(8):
             time.sleep(0.2)
             control.enter(Phase.BACKWARD, micro_batch=micro_batch)
     else:
@@ -96,11 +96,11 @@ def test_waiting_for_a_rank_that_waits_for_a_slow_one_is_no_failure() -> None:
 
 
 def _suspended(rank: int, world: int, token: str, folder: str) -> None:
-    control = block(rank, world, token, timeout_s=1.5)
+    control = block(rank, world, token, timeout_s=1.0)
     control.barrier(Meeting.ALLOCATE)
     Path(folder, f"ready{rank}").touch()
     if rank == 0:  # works for longer than the job is suspended; a sign of life now and then
-        for micro_batch in range(30):
+        for micro_batch in range(10):
             time.sleep(0.1)
             control.enter(Phase.BACKWARD, micro_batch=micro_batch)
     control.barrier(Meeting.CLOSE)
@@ -116,7 +116,7 @@ def test_suspended_job_goes_on(tmp_path: Path) -> None:
         time.sleep(0.3)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(2.5)
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
 

@@ -1,7 +1,9 @@
 """What every transport must do, as functions that take a :class:`Backend` and raise where it does not.
 
-A new transport subclasses ``Backend`` and runs ``SUCCESS`` on several layouts and ``FAILURES`` on one node of
-three ranks; see ``test_shm.py``. Expected values are integers below 251, exact in every dtype.
+A new transport subclasses ``Backend`` and runs ``SUCCESS`` on two nodes of two ranks, ``ADDRESSING`` also on
+other layouts, and ``FAILURES`` on one node of three ranks; see ``test_shm.py``.
+
+Expected values are integers below 251, exact in every dtype.
 """
 
 from __future__ import annotations
@@ -377,7 +379,7 @@ def traces() -> dict[str, Any]:
 
 def _nothing_left(rank: int, world: int, backend: Backend, token: str) -> None:
     before = traces()
-    for number in range(3):
+    for number in range(2):
         control, transport = backend.make(rank, f"{token}-{number}")
         windows = transport.allocate(
             plan_of(transport, (1000, torch.uint8), (0, torch.uint8), (50, torch.float32))
@@ -437,11 +439,15 @@ def random_operations(backend: Backend) -> None:
     assert all(result.checked_sums > 0 for result in results)
 
 
-SUCCESS = (
+ADDRESSING = (
     windows_of_all_sizes,
     pull_from_any_offset,
     scatter_add_sums_exactly,
     no_update_is_lost,
+    random_operations,
+)
+SUCCESS = (
+    *ADDRESSING,
     no_pull_sees_an_older_epoch,
     skewed_ranks,
     rank_without_work,
@@ -449,7 +455,6 @@ SUCCESS = (
     two_in_one_process,
     nothing_is_left_after_close,
     close_waits_for_readers,
-    random_operations,
 )
 
 
@@ -611,7 +616,7 @@ def _slow(rank: int, world: int, backend: Backend, token: str) -> float:
     waited = 0.0
     for phase in (Phase.PUBLISH, Phase.BACKWARD):
         if rank == CULPRIT:
-            for micro_batch in range(8):
+            for micro_batch in range(6):
                 time.sleep(0.2)
                 control.enter(phase, micro_batch=micro_batch)
         if phase == Phase.PUBLISH:
@@ -628,7 +633,7 @@ def slow_but_moving(backend: Backend) -> None:
     """A peer that takes longer than the limit, but shows that it moves, is waited for."""
     backend = dataclasses.replace(backend, timeout_s=1.0)
     waited = values(launch(backend, _slow))
-    assert all(seconds > 2.5 for rank, seconds in enumerate(waited) if rank != CULPRIT), waited
+    assert all(seconds > 2.0 for rank, seconds in enumerate(waited) if rank != CULPRIT), waited
 
 
 def _programs(rank: int, world: int, backend: Backend, token: str) -> Report:
