@@ -81,6 +81,7 @@ class Meeting(enum.IntEnum):
     CLOSE = 4
     LOCKSTEP_GATHER = 5
     LOCKSTEP_PUSH = 6
+    EXIT = 7
 
     def explain(self, number: int) -> str:
         """Words for messages: ``the end of step 3``."""
@@ -92,6 +93,7 @@ _MEETING_LABELS = {
     Meeting.END_OF_STEP: "the end of step {}",
     Meeting.PUBLISH: "publish() before step {}",
     Meeting.CLOSE: "close()",
+    Meeting.EXIT: "the end of its script, without close()",
     Meeting.LOCKSTEP_GATHER: "the lock-step gather of module group {}",
     Meeting.LOCKSTEP_PUSH: "the lock-step push of module group {}",
 }
@@ -592,16 +594,21 @@ class ControlBlock:
         )
         self._synchronize_with(range(self._size))
         self._ended = None
-        tags = self._words[:, word].tolist()
-        if any(other != tag for other in tags):
-            places = "; ".join(
-                f"{self.describe(index)} is at {_explain_tag(other)}" for index, other in enumerate(tags)
-            )
-            raise UsageError(
-                f"ranks ran different programs: {places}. Every rank must call step() the same number of "
-                "times, also with no micro-batch, and close() after that"
-            )
+        self._compare_tags(self._words[:, word].tolist())
         return seconds
+
+    def _compare_tags(self, tags: list[int]) -> None:
+        meetings = [Meeting(tag // _MEETING_RANGE) for tag in tags]
+        if all(tag == tags[0] for tag in tags) or set(meetings) == {Meeting.CLOSE, Meeting.EXIT}:
+            return
+        places = [f"{self.describe(index)} is at {_explain_tag(tag)}" for index, tag in enumerate(tags)]
+        message = (
+            f"ranks ran different programs: {'; '.join(places)}. Every rank must call step() the same number "
+            "of times, also with no micro-batch, and close() after that"
+        )
+        if Meeting.EXIT in meetings and meetings[self._me] is not Meeting.EXIT:
+            raise PeerError(message, self.topology.peers[meetings.index(Meeting.EXIT)])
+        raise UsageError(message)
 
     def _synchronize_with(self, indices: Iterable[int]) -> None:
         for index in indices:

@@ -552,16 +552,18 @@ class OdcEngine:
         Raises:
             PeerError: another rank failed before it came here.
         """
-        if self._closed:
-            return
+        if not self._closed:
+            self._close(Meeting.CLOSE)
+
+    def _close(self, meeting: Meeting) -> None:
         self._leave()
         try:
             with self._control.phase(Phase.CLOSING):
                 self._sharding.close()
                 if self.transport is None:
-                    self._control.barrier(Meeting.CLOSE)
+                    self._control.barrier(meeting)
                 else:
-                    self.transport.close()
+                    self.transport.close(meeting)
         finally:
             self._control.close()
         self._job.leave()
@@ -585,7 +587,7 @@ class OdcEngine:
         self._control.fail(error)
         self._sharding.close()
         if self.transport is not None:
-            self.transport.close(orderly=False)
+            self.transport.close(None)
 
     def _leave(self) -> None:
         self._closed = True
@@ -618,6 +620,6 @@ def _close_at_exit(reference: weakref.ref[OdcEngine]) -> None:
         engine._closed = True
         return
     try:
-        engine.close()
+        engine._close(Meeting.EXIT)
     except OdcError as error:
         logger.error("at exit: %s", error)

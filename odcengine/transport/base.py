@@ -264,9 +264,10 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def close(self, *, orderly: bool = True) -> None:
-        """Unmap the windows. Collective where ``orderly``: meets all ranks first, so nobody still reads.
+    def close(self, meeting: Meeting | None = Meeting.CLOSE) -> None:
+        """Unmap the windows.
 
         Args:
-            orderly: False after a failure: no meeting, the memory goes with the last process.
+            meeting: where to meet all ranks first, so that nobody still reads. None after a failure: no
+                meeting, the memory goes with the last process.
         """

@@ -125,8 +125,8 @@ class ShmTransport(Transport):
     def barrier(self, meeting: Meeting, number: int = 0) -> float:
         return self.control.barrier(meeting, number)
 
-    def close(self, *, orderly: bool = True) -> None:
-        if orderly:
-            self.barrier(Meeting.CLOSE)
+    def close(self, meeting: Meeting | None = Meeting.CLOSE) -> None:
+        if meeting is not None:
+            self.barrier(meeting)
         self._windows.clear()
         self._views.clear()

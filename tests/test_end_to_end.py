@@ -1,0 +1,126 @@
+"""odc-launch, engine and transport together, as a user runs them: one script, many ways to end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import odcengine
+
+how = sys.argv[1]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+engine, *_ = odcengine.initialize(model=model)
+rank = engine.topology.rank
+for step in range(5):
+    for number in range(1 + (rank + step) % 3):
+        if step == 2 and number == 1 and rank == 0:
+            if how == "raise": raise ValueError("sample 17 is broken")
+            if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+            if how == "exit": sys.exit(5)
+            if how == "stop": time.sleep(1e6)
+        x = torch.randn(3, 4)
+        engine.backward(engine(x).square().sum(), count=3)
+    metrics = engine.step()
+    if how == "wait" and step == 2:
+        print("ready", flush=True)
+        time.sleep(60)
+if how != "no close":
+    engine.close()
+print("last loss", metrics.loss)
+"""
+CONFIG = """
+train_batch_size: auto
+optimizer: {type: AdamW, params: {lr: 1.0e-3}}
+odc: {timeout_s: 3, startup_timeout_s: 60}
+launch: {nproc_per_node: 2, grace_s: 10}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def command(job: Path, how: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
+    return subprocess.Popen(
+        [sys.executable, "-m", "odc_launcher", "--config", "config.yaml", "train.py", how],
+        cwd=job,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(job / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def traces(job: Path) -> set[str]:
+    """What a run could leave behind: processes, sockets and files outside of its log folder."""
+    found = set(os.listdir("/dev/shm")) | set(os.listdir(job / "tmp"))
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(job):
+                found.add(f"process {process.pid}")
+        except psutil.Error:  # gone, or another user's
+            continue
+    return found | set(re.findall(r"@odc-\S+", Path("/proc/net/unix").read_text()))
+
+
+def nothing_left(job: Path, before: set[str]) -> bool:
+    deadline = time.monotonic() + 10
+    while traces(job) - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not traces(job) - before
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "patterns"),
+    [
+        ("fine", 0, ["last loss"]),
+        ("no close", 0, ["last loss"]),
+        ("raise", 1, ["rank 0 .*failed first: exit code 1", "cause: ValueError: sample 17 is broken"]),
+        ("kill", 137, ["rank 0 .*failed first: SIGKILL", "rank 1 exit code 1 .*rank 0 .* died or left"]),
+        ("exit", 5, ["rank 0 .*failed first: exit code 5", "the end of its script, without close"]),
+        ("stop", 1, ["no sign of life for 3 s .* from rank 0 .* step 2, micro-batch 1", "SIGTERM to rank 0"]),
+    ],
+)
+def test_how_a_job_ends(job: Path, how: str, code: int, patterns: list[str]) -> None:
+    before = traces(job)
+    process = command(job, how)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == code, output
+    for pattern in patterns:
+        assert re.search(pattern, output), f"{pattern!r} is not in:\n{output}"
+    if code == 0:
+        losses = re.findall(r"\[rank (\d)\] last loss (\S+)", output)
+        assert {rank for rank, _ in losses} == {"0", "1"}
+        assert len({loss for _, loss in losses}) == 1
+    assert (job / "odc_logs").is_dir()
+    assert nothing_left(job, before)
+
+
+def test_killed_launcher_takes_its_ranks_along(job: Path) -> None:
+    before = traces(job)
+    process = command(job, "wait")
+    assert process.stdout is not None
+    while "ready" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    assert nothing_left(job, before)
