@@ -63,7 +63,12 @@ def command(job: Path, how: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "odc_launcher", "--config", "config.yaml", "train.py", how],
         cwd=job,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(job / "tmp")},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "TMPDIR": str(job / "tmp"),
+            "TORCHINDUCTOR_CACHE_DIR": str(job / "inductor"),  # torch's own, made on import
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -112,7 +117,7 @@ def test_how_a_job_ends(job: Path, how: str, code: int, patterns: list[str]) -> 
         assert {rank for rank, _ in losses} == {"0", "1"}
         assert len({loss for _, loss in losses}) == 1
     assert (job / "odc_logs").is_dir()
-    assert nothing_left(job, before)
+    assert nothing_left(job, before), traces(job) - before
 
 
 def test_killed_launcher_takes_its_ranks_along(job: Path) -> None:
@@ -123,4 +128,4 @@ def test_killed_launcher_takes_its_ranks_along(job: Path) -> None:
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait(10)
-    assert nothing_left(job, before)
+    assert nothing_left(job, before), traces(job) - before
