@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,12 @@ def make_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
 
 def make_contestants(arguments: argparse.Namespace, world_size: int) -> list[Contestant]:
     dataset = TokenDataset.open(arguments.out / "tokens")
+    batch, num_steps = arguments.sequences * world_size, arguments.minibatches + 1
+    if len(dataset) < batch * num_steps:
+        sys.exit(
+            f"{arguments.out} has only {len(dataset)} samples; {num_steps} minibatches of {batch} "
+            f"need {batch * num_steps}"
+        )
     contestants = []
     for cut, method in itertools.product(MAX_SEQUENCES, METHODS):
         engine, _, loader, _ = odcengine.initialize(
@@ -169,7 +176,7 @@ def main() -> None:
     world_size, leads = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
 
     contestants = make_contestants(arguments, world_size)
-    num_steps = min(arguments.minibatches + 1, len(contestants[0].loader))
+    num_steps = arguments.minibatches + 1  # the first is the warm-up
     if leads:
         parameters = sum(parameter.numel() for parameter in contestants[0].engine.parameters())
         print(f"model: Llama shape, {parameters / 1e6:.1f}M parameters, fp32; {placement}", flush=True)

@@ -1,0 +1,231 @@
+"""The demo from its command to its table, on a small model, and the minimal training script."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "examples" / "demo"
+METHODS = ["collective", "lock-step", "on demand"]
+CUTS = ["packed", "single"]
+MINIBATCHES = 3
+MAX_TOKENS = 512
+# run.py's own settings, on less of everything.
+SMALL = ["--minibatches", "3", "--sequences", "4", "--max-tokens", "512"]
+SMALL += ["--layers", "2", "--hidden", "64", "--vocab-size", "1024"]
+
+Line = dict[str, Any]
+
+
+def run(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a Python command as a user would who has installed the package."""
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "ODC", "MALLOC_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
+    return subprocess.run(
+        [sys.executable, *map(str, words)], cwd=folder, env=env, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished demo: its output folder and what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    sources = folder / "sources"
+    sources.mkdir()
+    library = Path(os.__file__).parent
+    for name in ("argparse", "asyncio", "collections", "email", "logging", "statistics", "subprocess"):
+        target = library / name if (library / name).is_dir() else library / f"{name}.py"
+        (sources / target.name).symlink_to(target)
+    done = run(DEMO / "run.py", "--out", "out", "--stdlib", sources, *SMALL, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "out", done.stdout
+
+
+@pytest.fixture(scope="module")
+def lines(finished: tuple[Path, str]) -> list[Line]:
+    return [json.loads(text) for text in (finished[0] / "steps.jsonl").read_text().splitlines()]
+
+
+def of(lines: list[Line], cut: str, method: str) -> list[Line]:
+    """A method's minibatches that count."""
+    return [line for line in lines if (line["cut"], line["method"]) == (cut, method) and not line["warm_up"]]
+
+
+def test_every_method_runs_every_minibatch_on_the_same_samples(lines: list[Line]) -> None:
+    for step in range(MINIBATCHES + 1):
+        at_step = [line for line in lines if line["step"] == step]
+        assert sorted((line["cut"], line["method"]) for line in at_step) == [
+            (cut, method) for cut in CUTS for method in METHODS
+        ]
+        assert len({str(line["samples"]) for line in at_step}) == 1
+        assert len(set(at_step[0]["samples"])) == 8
+        assert len({line["tokens"] for line in at_step}) == 1
+        assert all(line["warm_up"] == (step == 0) for line in at_step)
+        losses = [line["loss"] for line in at_step]
+        assert max(losses) - min(losses) < 1e-5
+        for line in at_step:
+            if line["cut"] == "single":
+                assert line["num_micro_batches"] == 8
+            else:
+                assert math.ceil(line["tokens"] / MAX_TOKENS) <= line["num_micro_batches"] < 8
+            # Waiting happens inside the step, and work takes time.
+            for busy, wait, wall in zip(line["busy_s"], line["wait_s"], line["wall_s"], strict=True):
+                assert busy > 0
+                assert wait >= 0
+                assert busy + wait < wall
+            assert line["tokens_per_s"] == pytest.approx(line["tokens"] / max(line["wall_s"]))
+    for cut in CUTS:
+        means = [line["loss"] for line in of(lines, cut, "on demand")]
+        assert means[-1] < means[0]
+
+
+def test_nobody_always_goes_first(lines: list[Line]) -> None:
+    for cut in CUTS:
+        orders = [
+            [line["method"] for line in lines if (line["cut"], line["step"]) == (cut, step)]
+            for step in range(1, MINIBATCHES + 1)
+        ]
+        for place in zip(*orders, strict=True):
+            assert sorted(place) == METHODS
+
+
+def test_summary_is_what_the_steps_say(finished: tuple[Path, str], lines: list[Line]) -> None:
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert summary["num_minibatches"] == MINIBATCHES
+    by_step = [[line["loss"] for line in lines if line["step"] == step] for step in range(MINIBATCHES + 1)]
+    assert summary["loss_difference"] == pytest.approx(max(max(x) - min(x) for x in by_step))
+    for cut in CUTS:
+        found = summary["comparisons"][cut]
+        seconds = {method: [max(line["wall_s"]) for line in of(lines, cut, method)] for method in METHODS}
+
+        def ratios(slow: str, fast: str, seconds: dict[str, list[float]] = seconds) -> list[float]:
+            return [a / b for a, b in zip(seconds[slow], seconds[fast], strict=True)]
+
+        for key, slow, fast in (
+            ("on_demand_to_lock_step", "lock-step", "on demand"),
+            ("lock_step_to_collective", "collective", "lock-step"),
+        ):
+            expected = ratios(slow, fast)
+            assert found[key] == {
+                "median": pytest.approx(statistics.median(expected)),
+                "low": pytest.approx(min(expected)),
+                "high": pytest.approx(max(expected)),
+            }
+        for method in METHODS:
+            of_method = of(lines, cut, method)
+            summarized = found["methods"][method]
+            assert summarized["tokens_per_s"]["median"] == pytest.approx(
+                statistics.median(line["tokens"] / max(line["wall_s"]) for line in of_method)
+            )
+            assert summarized["to_collective"]["median"] == pytest.approx(
+                statistics.median(ratios("collective", method))
+            )
+            for rank, share in enumerate(summarized["idle_shares"]):
+                wait = sum(line["wait_s"][rank] for line in of_method)
+                assert share == pytest.approx(wait / (wait + sum(line["busy_s"][rank] for line in of_method)))
+        slow = sum(line["plan"]["lockstep_cost"] for line in of(lines, cut, "lock-step"))
+        fast = sum(line["plan"]["on_demand_cost"] for line in of(lines, cut, "on demand"))
+        bound = sum(line["plan"]["bound"] for line in of(lines, cut, "on demand"))
+        assert found["prediction"]["ratio"] == pytest.approx(slow / fast)
+        assert found["prediction"]["limit"] == pytest.approx(slow / bound)
+        assert found["prediction"]["limit"] >= found["prediction"]["ratio"] * (1 - 1e-9)
+
+
+def test_printed_table_shows_the_summary(finished: tuple[Path, str]) -> None:
+    out, text = finished
+    summary = json.loads((out / "summary.json").read_text())
+    for cut in CUTS:
+        table = text[text.index(f"\n{cut}: ") :]
+        # The same prediction stands before the first minibatch.
+        predicted = summary["comparisons"][cut]["prediction"]
+        sentence = (
+            f"the plans predict {predicted['ratio']:.2f}, no plan gives more than {predicted['limit']:.2f}"
+        )
+        assert f"{cut}: on demand / lock-step: {sentence}" in text[: text.index("minibatch  0")]
+        assert sentence in table
+        for method in METHODS:
+            row = next(row for row in table.splitlines() if row.startswith(f"{method}  "))
+            values = summary["comparisons"][cut]["methods"][method]
+            loss, speed, *idle_and_ratio = re.split(r" {2,}", row)[1:]
+            assert loss == f"{values['first_loss']:.4f} -> {values['last_loss']:.4f}"
+            assert speed.startswith(f"{values['tokens_per_s']['median']:,.0f} (")
+            assert idle_and_ratio[:2] == [f"{share:.1%}" for share in values["idle_shares"]]
+            ratio = values["to_collective"]
+            shown = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            assert idle_and_ratio[3] == ("1" if method == "collective" else shown)
+    assert "the same training" in text
+    assert "only gloo being slow on CPUs" in text
+
+
+def test_different_losses_end_with_exit_code_1(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """``report.py`` is what ``run.py`` ends with."""
+    lines = (finished[0] / "steps.jsonl").read_text().splitlines()
+    assert run(DEMO / "report.py", finished[0] / "steps.jsonl", folder=tmp_path).returncode == 0
+    for wrong in (lambda loss: loss + 2e-4, lambda loss: math.nan):
+        changed = json.loads(lines[0])
+        changed["loss"] = wrong(changed["loss"])
+        (tmp_path / "steps.jsonl").write_text("\n".join([json.dumps(changed), *lines[1:]]))
+        done = run(DEMO / "report.py", "steps.jsonl", folder=tmp_path)
+        assert done.returncode == 1
+        assert "NOT THE SAME TRAINING" in done.stdout
+    (tmp_path / "steps.jsonl").write_text("\n".join(lines[1:]))
+    done = run(DEMO / "report.py", "steps.jsonl", folder=tmp_path)
+    assert done.returncode == 1
+    assert "minibatch 0 was not run by every method on the same samples" in done.stderr
+
+
+def test_mistakes_are_named(finished: tuple[Path, str], tmp_path: Path) -> None:
+    done = run(DEMO / "run.py", "--out", "out", "--hidden", "63", folder=tmp_path)
+    assert done.returncode == 2
+    assert "--hidden is 63; heads have size 64, so give a multiple of it" in done.stderr
+    # What goes wrong in the ranks comes back through odc-launch.
+    sources = finished[0].parent / "sources" / "statistics.py"
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / sources.name).symlink_to(sources)
+    small = [*SMALL[:2], *SMALL[4:-1], "400", "--sequences", "16"]
+    done = run(DEMO / "run.py", "--out", "out", "--stdlib", "sources", *small, folder=tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"only \d+ samples; 4 minibatches of 32 need 128", done.stderr)
+    assert "Training failed (exit code 1)" in done.stderr
+
+
+def test_sft_script_trains(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """The command of the script's docstring, for three steps of a smaller model."""
+    model = json.loads((ROOT / "examples/sft/llama_7m/config.json").read_text())
+    model |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    done = run(
+        *("-m", "odc_launcher", "--nproc-per-node", "2", "--config", ROOT / "configs/sft_cpu.yaml"),
+        *(
+            ROOT / "examples/sft/train.py",
+            "--model",
+            "model",
+            "--data",
+            finished[0] / "tokens",
+            "--steps",
+            "3",
+        ),
+        folder=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] < math.log(model["vocab_size"]) + 0.5
+
+
+def test_sft_script_is_short() -> None:
+    text = (ROOT / "examples/sft/train.py").read_text()
+    assert len(text.splitlines()) < 80
+    assert set(re.findall(r"(?:from|import) (odcengine\S*)", text)) == {"odcengine", "odcengine.data"}
