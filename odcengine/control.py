@@ -35,6 +35,7 @@ from odcengine.topology import Topology
 _MESSAGE_BYTES = 4096
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
 _PEER_CHECK_S, _MIRROR_S, _LOOK_FOR_CAUSE_S = 0.05, 2.0, 3.0
+_STOPPED_S = 1.0  # a waiting rank that has not looked around for so long is not waiting but stopped
 _SUSPENDED_S = 1.0  # a nap that took so long was none: the whole job may have been stopped for a while
 
 
@@ -119,6 +120,7 @@ class _Word(enum.IntEnum):
     ABORT = 10  # 0 none, 1 this rank failed, 2 it stopped because of another
     CULPRIT = 11  # global rank to blame, + 1
     WAITS_FOR = 12  # global rank, + 1
+    LOOKED_NS = 16  # CLOCK_MONOTONIC of its last look around while it waits
 
 
 def _explain_tag(tag: int) -> str:
@@ -513,6 +515,7 @@ class ControlBlock:
         # ranks only passes the same sign around, and so still ends.
         self._mine[_Word.ALIVE_NS] = max(int(self._mine[_Word.ALIVE_NS]), newest)
         if by_rank:
+            self._mine[_Word.LOOKED_NS] = now
             self._mine[_Word.WAITS_FOR] = min(by_rank, key=lambda rank: by_rank[rank]) + 1
         latest = now - int(limit_s * 1e9)
         if start > latest or (everyone and newest > latest):
@@ -523,7 +526,7 @@ class ControlBlock:
             return
         # Those who wait for somebody themselves are victims.
         silent = list(dict.fromkeys(self._follow(index) for index in silent))
-        stuck = [index for index in silent if not self._words[index, _Word.WAITS_FOR]]
+        stuck = [index for index in silent if not self._is_waiting(index)]
         stuck_remote = [rank for rank in silent_remote if not remote[rank][1]]
         if stuck or stuck_remote:
             silent, silent_remote = stuck, stuck_remote
@@ -535,13 +538,17 @@ class ControlBlock:
             [*(self.topology.peers[index] for index in silent), *silent_remote][0],
         )
 
+    def _is_waiting(self, index: int) -> bool:
+        looked = int(self._words[index, _Word.LOOKED_NS])
+        return bool(self._words[index, _Word.WAITS_FOR]) and time.monotonic_ns() - looked < _STOPPED_S * 1e9
+
     def _follow(self, index: int) -> int:
         """The end of the chain of ranks of this node in which each waits for the next; itself in a circle."""
         end, seen = index, {self._me}
         while end not in seen:
             seen.add(end)
             rank = int(self._words[end, _Word.WAITS_FOR]) - 1
-            if rank not in self.topology.peers:
+            if rank not in self.topology.peers or not self._is_waiting(end):
                 return end
             end = self.topology.peers.index(rank)
         return index
@@ -674,7 +681,7 @@ class ControlBlock:
         self._next_mirror = time.monotonic() + _MIRROR_S
         record = None
         with self._store_errors():
-            signs = self._words[:, [_Word.PROGRESS_NS, _Word.WAITS_FOR]].tolist()
+            signs = [(int(w[_Word.PROGRESS_NS]), self._is_waiting(i)) for i, w in enumerate(self._words)]
             self._store.set(f"alive/{self.topology.node}", json.dumps(signs))
             for key in ("abort/secondary", "abort/primary"):
                 if self._store.check([key]):
@@ -698,7 +705,7 @@ class ControlBlock:
                 for rank, (progress, waits) in zip(ranks, json.loads(text), strict=False):
                     seen = self._remote.get(rank)
                     when = now if seen is None or seen[0] != progress else seen[1]
-                    self._remote[rank] = (progress, when, bool(waits))
+                    self._remote[rank] = (progress, when, waits)
         return {rank: (when, waits) for rank, (_, when, waits) in self._remote.items()}
 
     @contextlib.contextmanager

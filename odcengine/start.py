@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
+import functools
 import hashlib
 import json
 import logging
@@ -38,15 +40,18 @@ class Job:
         host_group: gloo process group of all ranks, for small host-side exchanges at the boundary.
         between_nodes: gloo process group of the ranks with this rank's local index, one a node; None with
             one node.
+        at_exit: what is registered to run at exit unless :meth:`leave` came first.
     """
 
     topology: Topology
     control: ControlBlock
     host_group: dist.ProcessGroup
     between_nodes: dist.ProcessGroup | None
+    at_exit: Callable[[], None]
 
     def leave(self) -> None:
         """Give up the groups with their sockets and threads, once no rank uses them any more."""
+        atexit.unregister(self.at_exit)
         for group in (self.host_group, self.between_nodes):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -97,7 +102,9 @@ def join(info: RankInfo, config: Config) -> Job:
         store=_open_store(topology, exchange, startup) if topology.num_nodes > 1 else None,
         error_file=info.error_file,
     )
-    return Job(topology, control, host_group, between_nodes)
+    at_exit = functools.partial(_abandon, (host_group, between_nodes))
+    atexit.register(at_exit)
+    return Job(topology, control, host_group, between_nodes, at_exit)
 
 
 def _init_process_group(info: RankInfo, timeout: datetime.timedelta) -> None:
@@ -113,6 +120,17 @@ def _init_process_group(info: RankInfo, timeout: datetime.timedelta) -> None:
             "gloo", rank=info.rank, world_size=info.world_size, init_method="env://", timeout=timeout
         )
     atexit.register(_destroy_process_group)
+
+
+def _abandon(groups: tuple[dist.ProcessGroup | None, ...]) -> None:
+    """At exit after a failure: let the process end although a collective is pending that never ends.
+
+    The destructor of a gloo group waits for its collectives, and a rank that is stopped or cut off takes no
+    part in them any more. A group that is never destroyed lets the process go.
+    """
+    for group in (*groups, dist.group.WORLD if dist.is_initialized() else None):
+        if group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _destroy_process_group() -> None:
