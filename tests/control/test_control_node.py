@@ -76,6 +76,38 @@ def test_circle_of_waiting_ranks_ends() -> None:
         assert "parameters of epoch 0 of rank" in report.message, report
 
 
+class _Hanging:
+    """A collective that never ends."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> bool:
+        return True
+
+
+def _stopped_while_waiting(rank: int, world: int, token: str) -> Report:
+    control = block(rank, world, token, timeout_s=1.5)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    if rank == 2:
+        time.sleep(0.8)
+    control.barrier(Meeting.END_OF_STEP)  # rank 1 has entered it, and will never leave it
+    return report_of(lambda: control.wait_work(_Hanging(), "a collective"), control=control)
+
+
+def test_rank_that_is_stopped_while_it_waits_is_blamed() -> None:
+    """It looks like a victim, but for that it does not look around any more."""
+    results = launch(_stopped_while_waiting, 3, during=end_stopped)
+    for report in survivors(results):
+        assert report.culprit == 1, report
+        blamed = report.message.partition(" waited in ")[0].rpartition(". ")[0]
+        assert "from rank 1 (host testhost, pid " in blamed, report
+        assert "rank 0 (" not in blamed, report
+        assert "rank 2 (" not in blamed, report
+
+
 def _slow_chain(rank: int, world: int, token: str) -> float:
     control = block(rank, world, token, timeout_s=1.0)
     control.barrier(Meeting.ALLOCATE)

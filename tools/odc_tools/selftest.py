@@ -335,7 +335,7 @@ def check_failures(world_sizes: Sequence[int], rounds: int, seed: int) -> Row:
     for number in range(rounds):
         how = _HOWS[number % 3]
         at_start = number % 5 == 4  # while ranks import, meet and shard
-        world_size = world_sizes[number % len(world_sizes)]
+        world_size = world_sizes[number // 3 % len(world_sizes)]
         victim = dice.randrange(world_size)
         label = (
             f"round {number} ({how} rank {victim} of {world_size}{' during the start' if at_start else ''})"

@@ -1,0 +1,71 @@
+"""Ranks end by themselves after a failure, as whole jobs under odc-launch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import os, signal, sys, torch, odcengine
+from odcengine.engine import OdcEngine
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+config = {
+    "train_batch_size": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "odc": {"transport": "shm", "timeout_s": 1.5, "wrap": ["Linear"]},
+}
+engine, *_ = odcengine.initialize(config=config, model=model)
+agree = OdcEngine._agree
+
+def stop(self, *args):
+    if os.environ["RANK"] == "1" and self.global_steps == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return agree(self, *args)
+
+OdcEngine._agree = stop
+for _ in range(5):
+    engine.backward(engine(torch.ones(1, 4)).sum(), count=1)
+    engine.step()
+"""
+
+
+def test_pending_collective_does_not_keep_a_failed_rank_alive(tmp_path: Path) -> None:
+    """One rank is stopped before a collective: the others are in it, fail at the deadline, and must end."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "ODC")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
+    words = [
+        "--nproc-per-node",
+        "3",
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "--grace-s",
+        "0.5",
+        "--oversubscribe",
+    ]
+    start = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", "odc_launcher", *words, "script.py"],
+        cwd=tmp_path,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as launcher:
+        try:
+            output, _ = launcher.communicate(timeout=45)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            raise
+    assert launcher.returncode == 1, output
+    assert time.monotonic() - start < 40
+    assert "no sign of life for 1.5 s (odc.timeout_s) from rank 1 (host " in output
+    for rank in (0, 2):
+        assert f"rank {rank} SIG" not in output, output  # it ended by itself
