@@ -283,7 +283,7 @@ def check_transport(world_size: int, operations: int, seed: int, hot: bool) -> R
 
 def check_minibatches(world_size: int, minibatches: int, seed: int) -> Row:
     """Several engines one after the other; nothing that a rank holds may grow."""
-    engines = min(4, minibatches)
+    engines = min(4, minibatches, max(2, minibatches // 20))
     row = Row("minibatches", f"{minibatches:,} minibatches, {world_size} ranks, {engines} engine(s)")
     spec = {"minibatches": minibatches, "engines": engines, "seed": seed, "timeout_s": 60}
     with _ranks("minibatches", world_size, spec) as ranks:
