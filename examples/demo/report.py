@@ -27,6 +27,7 @@ TITLES = {
     SINGLE: "single: one sequence a micro-batch",
 }
 LOSS_TOLERANCE = 1e-4
+QUIET = 0.05
 
 Line = dict[str, Any]
 Minibatch = dict[str, Line]  # by method
@@ -147,11 +148,13 @@ class Report:
     Args:
         comparisons: by the way in which minibatches are cut.
         loss_difference: largest difference between any two losses at an equal step, warm-up included.
+        stolen_share: of the time in which ranks could have computed, what other programs took from them.
         num_minibatches: that count; the warm-up does not.
     """
 
     comparisons: dict[str, Comparison]
     loss_difference: float
+    stolen_share: float
     num_minibatches: int
 
     @property
@@ -159,6 +162,7 @@ class Report:
         return self.loss_difference <= LOSS_TOLERANCE
 
     def __str__(self) -> str:
+        trust = "" if self.stolen_share < QUIET else ": the speeds are not to be trusted"
         verdict = "the same training" if self.losses_agree else "NOT THE SAME TRAINING"
         return "\n".join(
             [
@@ -169,6 +173,8 @@ class Report:
                 "  same. Predicted from the work alone: sum of work in the plans, and its lower bound.",
                 "lock-step / collective: both meet at every layer, so this is only gloo being slow on CPUs,",
                 "  no merit of on-demand communication. Do not expect it on GPUs, where NCCL is fast.",
+                f"Other programs took {self.stolen_share:.1%} of the time that the processes could have "
+                f"computed{trust}.",
                 f"Losses at equal steps differ by at most {self.loss_difference:.1e} "
                 f"(allowed: {LOSS_TOLERANCE:g}): {verdict}.",
             ]
@@ -190,10 +196,18 @@ def plan_costs(plan: Plan) -> Line:
 def describe(line: Line) -> str:
     """A step in a line of text."""
     idle = " ".join(f"{share:6.1%}" for share in line["idle_shares"])
+    stolen = stolen_share([line])
+    remarks = "  (warm-up)" * line["warm_up"] + f"  (other programs took {stolen:.0%})" * (stolen > QUIET)
     return (
         f"minibatch {line['step']:2}  {line['cut']} {line['method']:<10}  loss {line['loss']:.4f}  "
-        f"{line['tokens_per_s']:6,.0f} tokens/s  idle {idle}{'  (warm-up)' * line['warm_up']}"
+        f"{line['tokens_per_s']:6,.0f} tokens/s  idle {idle}{remarks}"
     )
+
+
+def stolen_share(lines: Sequence[Line]) -> float:
+    """Of the time in which ranks were not waiting for others, the share without a core to run on."""
+    cpu = sum(sum(line["cpu_s"]) for line in lines)
+    return max(0.0, 1 - cpu / sum(sum(line["wall_s"]) - sum(line["wait_s"]) for line in lines))
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -230,7 +244,12 @@ def summarize(lines: Sequence[Line]) -> Report:
             {line["method"]: line for line in steps[step] if line["cut"] == cut} for step in sorted(steps)
         ]
         comparisons[cut] = _compare(minibatches)
-    return Report(comparisons, max(differences), num_minibatches)
+    return Report(
+        comparisons,
+        loss_difference=max(differences),
+        stolen_share=stolen_share([line for line in lines if not line["warm_up"]]),
+        num_minibatches=num_minibatches,
+    )
 
 
 def _compare(minibatches: Sequence[Minibatch]) -> Comparison:

@@ -25,7 +25,6 @@ except ModuleNotFoundError as error:
 
 FOLDER = Path(__file__).resolve().parent
 NUM_RANKS = 2
-BUSY = 1.0
 # Freed memory stays with the process, for all methods alike: else page faults would be compared.
 MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
@@ -97,9 +96,6 @@ def main() -> int:
         max_tokens=arguments.max_tokens,
     )
     print(summary, flush=True)
-    load = os.getloadavg()[0]
-    if load > BUSY:
-        print(f"Other programs are using this machine (load {load:.1f}): single minibatches will be far off.")
     code = launch(arguments)
     if code:
         print(f"\nTraining failed (exit code {code}); logs are in {arguments.out / 'logs'}.", file=sys.stderr)

@@ -133,13 +133,14 @@ def run_minibatch(contestant: Contestant) -> dict[str, Any]:
     """One optimizer step of one method, timed from a common start; returns its line, equal on all ranks."""
     engine, loader = contestant.engine, contestant.loader
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.thread_time()
     minibatch = next(contestant.minibatches)
     for micro_batch in minibatch:
         engine.backward(engine(micro_batch))
     metrics = engine.step()
     mine = {
         "wall_s": time.perf_counter() - start,
+        "cpu_s": time.thread_time() - cpu_start,
         "boundary_s": metrics.boundary_s,
         "gather_s": metrics.gather_s,
         "push_s": metrics.push_s,

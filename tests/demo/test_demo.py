@@ -84,6 +84,7 @@ def test_every_method_runs_every_minibatch_on_the_same_samples(lines: list[Line]
                 assert busy > 0
                 assert wait >= 0
                 assert busy + wait < wall
+            assert all(0 < cpu < wall for cpu, wall in zip(line["cpu_s"], line["wall_s"], strict=True))
             assert line["tokens_per_s"] == pytest.approx(line["tokens"] / max(line["wall_s"]))
     for cut in CUTS:
         means = [line["loss"] for line in of(lines, cut, "on demand")]
@@ -105,6 +106,9 @@ def test_summary_is_what_the_steps_say(finished: tuple[Path, str], lines: list[L
     assert summary["num_minibatches"] == MINIBATCHES
     by_step = [[line["loss"] for line in lines if line["step"] == step] for step in range(MINIBATCHES + 1)]
     assert summary["loss_difference"] == pytest.approx(max(max(x) - min(x) for x in by_step))
+    counted = [line for line in lines if not line["warm_up"]]
+    cpu, wall, wait = (sum(sum(line[key]) for line in counted) for key in ("cpu_s", "wall_s", "wait_s"))
+    assert summary["stolen_share"] == pytest.approx(max(0, 1 - cpu / (wall - wait)))
     for cut in CUTS:
         found = summary["comparisons"][cut]
         seconds = {method: [max(line["wall_s"]) for line in of(lines, cut, method)] for method in METHODS}
