@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable
 
 from odcengine.errors import ConfigError, DeadlineError, OdcError, UsageError
@@ -178,10 +179,7 @@ def _fetch(
             if not count:
                 raise ConnectionResetError("the giver left")
             while len(received) < int.from_bytes(count, "little"):
-                data, fds, _, _ = socket.recv_fds(connection, 1, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-                if not data:
-                    raise ConnectionResetError("the giver left")
-                received += fds
+                received += _receive(connection)
             return received
         except OSError as error:  # not listening yet
             for fd in received:
@@ -195,6 +193,20 @@ def _fetch(
             time.sleep(0.01)
         finally:
             connection.close()
+
+
+def _receive(connection: socket.socket) -> list[int]:
+    # Not socket.recv_fds: it drops its flags, and children that a rank starts would inherit the descriptors.
+    data, ancillary, _, _ = connection.recvmsg(
+        1, socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    if not data:
+        raise ConnectionResetError("the giver left")
+    fds = array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return list(fds)
 
 
 class FileLocks:

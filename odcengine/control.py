@@ -35,6 +35,7 @@ from odcengine.topology import Topology
 _MESSAGE_BYTES = 4096
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
 _PEER_CHECK_S, _MIRROR_S, _LOOK_FOR_CAUSE_S = 0.05, 2.0, 3.0
+_GIVE_UP_S = 1.0  # then a failure is told or read without the lock of its slot
 _STOPPED_S = 1.0  # a waiting rank that has not looked around for so long is not waiting but stopped
 _SUSPENDED_S = 1.0  # a nap that took so long was none: the whole job may have been stopped for a while
 
@@ -265,7 +266,7 @@ class ControlBlock:
         place = f"{self.describe(self._me)} failed in {self._where(self._me)}"
         message = str(error) if secondary else f"{place}: {cause}"
         encoded = message.encode(errors="replace")[: _MESSAGE_BYTES - 1]
-        with contextlib.suppress(DeadlineError), self._slot_lock(self._me):
+        with self._slot_lock(self._me, give_up_s=_GIVE_UP_S):
             self._messages[self._me, : len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
             self._messages[self._me, len(encoded)] = 0
             self._mine[_Word.CULPRIT] = 0 if culprit is None else culprit + 1
@@ -307,7 +308,7 @@ class ControlBlock:
                 f"{self.describe(self._me)} goes on after a failure in this job; "
                 f"the engine cannot: {self._message(index)}"
             )
-        with self._slot_lock(index):
+        with self._slot_lock(index, give_up_s=_GIVE_UP_S):
             message, culprit = self._message(index), int(self._words[index, _Word.CULPRIT]) - 1
         raise PeerError(message, culprit if culprit >= 0 else None)
 
@@ -649,23 +650,33 @@ class ControlBlock:
         return found or [index for index in range(self._size) if index != self._me]
 
     @contextlib.contextmanager
-    def _slot_lock(self, index: int) -> Iterator[None]:
-        offset = self._offset(_SLOT_LOCK, index)
+    def _slot_lock(self, index: int, *, give_up_s: float | None = None) -> Iterator[None]:
+        """Hold the lock of a slot; after ``give_up_s`` go on without it, else raise at the deadline.
+
+        An exception from a signal handler (Ctrl-C) can come between taking a lock and releasing it. Who
+        tells or reads of a failure must get through all the same.
+        """
+        offset, taken = self._offset(_SLOT_LOCK, index), True
         if not self._locks.try_acquire(offset):
-            deadline = time.monotonic() + self.timeout_s
+            deadline = time.monotonic() + (self.timeout_s if give_up_s is None else give_up_s)
             while not self._locks.try_acquire(offset):
-                if time.monotonic() > deadline:
+                if time.monotonic() < deadline:
+                    time.sleep(_FIRST_NAP_S)
+                elif give_up_s is not None:
+                    taken = False
+                    break
+                else:
                     holders = self._holder(offset) or [self._me]
                     raise DeadlineError(
                         f"the control slot of {self.describe(index)} was locked for {self.timeout_s:g} s "
                         f"(odc.timeout_s) by {'; '.join(map(self.describe, holders))}",
                         self.topology.peers[holders[0]],
                     )
-                time.sleep(_FIRST_NAP_S)
         try:
             yield
         finally:
-            self._locks.release(offset)
+            if taken:
+                self._locks.release(offset)
 
     def _offset(self, kind: int, index: int) -> int:
         return kind * self._size + index
