@@ -20,7 +20,7 @@ from distributed import RankResult, run_ranks, values
 from transport.conformance import MARGIN_S, Report, end_stopped, report_of, survivors
 
 from odcengine._memory import share_descriptors
-from odcengine.control import ControlBlock, Meeting, Phase
+from odcengine.control import _SLOT_LOCK, ControlBlock, Meeting, Phase
 from odcengine.errors import DeadlineError, OdcError, PeerError, UsageError
 from odcengine.topology import Topology
 
@@ -201,6 +201,27 @@ def test_first_failure_is_reported_not_those_it_causes(tmp_path: Path) -> None:
         assert record["traceback"].startswith("Traceback (most recent call last)")
         assert ("_abort" in record["traceback"]) or rank != 1
     assert not list(tmp_path.glob("error*.json.*"))  # written whole, then renamed
+
+
+def _lock_left(rank: int, world: int, token: str) -> Report | float:
+    control = block(rank, world, token)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 1:
+        return report_of(lambda: control.wait_epoch(0, 0))
+    assert control._locks.try_acquire(control._offset(_SLOT_LOCK, 0))  # as if Ctrl-C came right after it
+    start = time.monotonic()
+    control.fail(KeyboardInterrupt())
+    seconds = time.monotonic() - start
+    time.sleep(2.5)
+    return seconds
+
+
+def test_failure_is_told_although_a_lock_was_left_behind() -> None:
+    seconds, report = values(launch(_lock_left, 2))
+    assert seconds < MARGIN_S
+    assert "KeyboardInterrupt" in report.message
+    assert report.culprit == 0
+    assert report.seconds < 2 * MARGIN_S
 
 
 def _long_message(rank: int, world: int, token: str) -> Report | None:
@@ -508,6 +529,25 @@ def _stale_connections(rank: int, world: int, token: str) -> None:
 
 def test_stale_connections_to_the_exchange_are_ignored() -> None:
     values(launch(_stale_connections, 2))
+
+
+def test_many_descriptors_are_shared() -> None:
+    """More than the kernel passes in one message."""
+    name, count = f"odc-{secrets.token_hex(8)}", 600
+    pipes = [os.pipe() for _ in range(2)]
+    given = [pipes[i % 2][1] for i in range(count)]
+    options: dict[str, Any] = {"name": name, "count": 2, "timeout_s": 10.0}
+    thread = threading.Thread(target=share_descriptors, args=(given,), kwargs=options | {"index": 0})
+    thread.start()
+    received = share_descriptors(None, index=1, **options)
+    thread.join()
+    assert len(received) == count
+    for i in (0, 1, 251, 500, 599):
+        os.write(received[i], bytes([i % 200]))
+        assert os.read(pipes[i % 2][0], 1) == bytes([i % 200])
+        assert not os.get_inheritable(received[i])
+    for fd in [*received, *pipes[0], *pipes[1]]:
+        os.close(fd)
 
 
 def test_giver_that_dies_in_the_middle_is_an_error_in_time() -> None:
