@@ -6,6 +6,7 @@ Processes are forked from a server that has imported torch already, so starting 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import multiprocessing as mp
 import os
 import pickle
@@ -87,6 +88,17 @@ def _child(
         sys.stderr.flush()
 
 
+def _nothing() -> None:
+    """Started once, so that no test's deadline includes the import of torch."""
+
+
+@functools.cache
+def _warm_up() -> None:
+    process = _CONTEXT.Process(target=_nothing)
+    process.start()
+    process.join(120)
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
@@ -100,6 +112,7 @@ def run_ranks(
     ``during`` is called once with the process ids while they run (to kill or stop one). Ranks that have not
     ended at the deadline are killed and reported with their Python stacks. Never raises for a rank's failure.
     """
+    _warm_up()
     port, start = free_port(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
