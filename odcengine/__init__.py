@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from odcengine._version import __version__
 
 if TYPE_CHECKING:
+    from odcengine.build import initialize
     from odcengine.config import Config, load_config
-    from odcengine.engine import OdcEngine, initialize
+    from odcengine.engine import OdcEngine
 
 _LAZY = {
     "Config": "odcengine.config",
     "load_config": "odcengine.config",
     "OdcEngine": "odcengine.engine",
-    "initialize": "odcengine.engine",
+    "initialize": "odcengine.build",
 }
 
 __all__ = ["Config", "OdcEngine", "__version__", "initialize", "load_config"]

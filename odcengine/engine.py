@@ -1,8 +1,8 @@
 """The engine: joins transport, sharding and data, and runs the protocol of a minibatch.
 
-:func:`initialize` brings the ranks together and shards the model; :class:`OdcEngine` is then called from the
-user's own loop. ``OdcEngine.step`` reads like the protocol in ``docs/protocol.md``: barrier A, collect,
-agree, clip, step, empty the accumulators, publish with flag B.
+``odcengine.initialize`` (in ``build.py``) makes an :class:`OdcEngine`, which is then called from the user's own
+loop. ``OdcEngine.step`` reads like the protocol in ``docs/protocol.md``: barrier A, collect, agree, clip, step,
+empty the accumulators, publish with flag B.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import atexit
 import functools
 import logging
 import math
-import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,238 +21,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from odcengine.balance import CostModel
-from odcengine.config import Config, load_config
+from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.data import MicroBatch, MinibatchLoader
-from odcengine.errors import ConfigError, OdcError, UsageError
+from odcengine.errors import OdcError, UsageError
 from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics
-from odcengine.models import is_transformers_model, prepare_model
-from odcengine.optim import build_optimizer, build_scheduler
 from odcengine.sharding.base import Changed, Sharding
 from odcengine.sharding.collective import CollectiveSharding
-from odcengine.sharding.layout import find_groups
-from odcengine.sharding.on_demand import OnDemandSharding
-from odcengine.sharding.wrap import block_modules, check_model, shard_model
-from odcengine.start import Job, equalize_weights, join
-from odcengine.topology import read_rank_info
-from odcengine.transport.base import Grid, Transport
-from odcengine.transport.shm import ShmTransport
+from odcengine.start import Job
+from odcengine.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
-OptimizerSource = Optimizer | Callable[[Iterable[torch.Tensor]], Optimizer]
-SchedulerSource = LRScheduler | Callable[[Optimizer], LRScheduler]
-
-
-def initialize(
-    *,
-    model: nn.Module,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
-    training_data: Any | None = None,
-    optimizer: OptimizerSource | None = None,
-    lr_scheduler: SchedulerSource | None = None,
-    loss_fn: LossFn | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    length_fn: Callable[[Any], int] | None = None,
-) -> tuple[OdcEngine, Optimizer, MinibatchLoader | None, LRScheduler | None]:
-    """Bring all ranks together, shard the model and make what a training loop needs. Collective.
-
-    Args:
-        model: the model, materialised on the CPU, the same on all ranks; rank 0's weights are given to all.
-            It is sharded in place.
-        config: path, mapping or :class:`~odcengine.config.Config`; by default the file that ``odc-launch
-            --config`` was given.
-        training_data: map-style data set for the loader (see :class:`~odcengine.data.MinibatchLoader`), or
-            None where the script brings its own batches.
-        optimizer: an optimizer over ``model.parameters()`` that has not stepped yet, or a function that makes
-            one from the sharded parameters; by default the one in the configuration.
-        lr_scheduler: a scheduler of that optimizer, or a function that makes one from it; by default the one
-            in the configuration. ``engine.step()`` steps it.
-        loss_fn: ``loss_fn(model, micro_batch)`` returns the *summed* loss of a micro-batch of the loader; by
-            default the token loss of a causal language model.
-        collate_fn: makes a micro-batch from a list of samples; by default samples are packed.
-        length_fn: length of a sample in tokens, for the load balancer.
-
-    Returns:
-        ``(engine, optimizer, loader, scheduler)``; the last two are None where there is none.
-
-    Raises:
-        ConfigError: a mistake in the configuration, the environment, the model or the data.
-        PeerError: another rank failed or did not come in time.
-    """
-    info = read_rank_info()
-    source = info.config_file if config is None else config
-    if source is None:
-        raise ConfigError(
-            "odcengine.initialize: give config=..., or start the script with odc-launch --config"
-        )
-    settings = load_config(source)
-    job = join(info, settings)
-    control = job.control
-    control.install_excepthook()
-    with control.phase(Phase.STARTING):
-        if info.rank == 0:
-            for notice in settings.notices:
-                logger.warning("config: %s", notice)
-        blocks = block_modules(model, settings.odc.wrap)
-        check_model(model, blocks, "cpu")
-        loader = None
-        if training_data is not None:
-            loader = _build_loader(model, training_data, settings, job, collate_fn, length_fn, loss_fn)
-        sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer)
-        made = _build_optimizer(settings, optimizer, parameters)
-        scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
-        engine = OdcEngine(
-            model,
-            made,
-            sharding,
-            transport,
-            job,
-            settings,
-            scheduler=scheduler,
-            loader=loader,
-            loss_fn=loss_fn,
-        )
-    return engine, made, loader, scheduler
-
-
-def _build_loader(
-    model: nn.Module,
-    training_data: Any,
-    config: Config,
-    job: Job,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    length_fn: Callable[[Any], int] | None,
-    loss_fn: LossFn | None,
-) -> MinibatchLoader:
-    batch = config.resolve_batch(job.topology.world_size)
-    if job.topology.rank == 0:
-        for notice in batch.notices:
-            logger.warning("config: %s", notice)
-    loader = MinibatchLoader(
-        training_data,
-        train_batch_size=batch.train_batch_size,
-        rank=job.topology.rank,
-        world_size=job.topology.world_size,
-        strategy=config.balance.strategy,
-        max_tokens=config.balance.max_tokens_per_micro_batch,
-        max_samples=batch.max_samples_per_micro_batch,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        cost=CostModel.for_model(model),
-        max_length=config.data.max_length,
-        too_long=config.data.too_long,
-        length_fn=length_fn,
-        collate_fn=collate_fn,
-        run_empty=config.odc.lockstep or config.odc.transport == "collective",
-    )
-    if loader.packs and (loss_fn is None or is_transformers_model(model)):
-        prepare_model(model)  # several samples share a row: attention must stop between them
-    return loader
-
-
-def _shard(
-    model: nn.Module, blocks: list[nn.Module], config: Config, job: Job, optimizer: OptimizerSource | None
-) -> tuple[Sharding, Transport | None, list[dict[str, Any]]]:
-    """Shard the model, install the communication, and return the parameter groups for the optimizer."""
-    bf16, topology = config.bf16.enabled, job.topology
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if bf16 and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
-        model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
-    equalize_weights(model)
-    collective = config.odc.transport == "collective" or topology.world_size == 1
-    param_dtype = torch.bfloat16 if bf16 else None
-    shard_model(
-        model,
-        blocks,
-        init_device_mesh("cpu", (topology.world_size,)),
-        param_dtype=param_dtype,
-        # Collectives reduce in fp32. On demand a bf16 gradient is added to the fp32 accumulator as it is:
-        # the sum is the same, at half the traffic.
-        reduce_dtype=torch.float32 if bf16 and collective else None,
-        reshard_after_forward=config.odc.reshard_after_forward,
-    )
-    sharded = dict(model.named_parameters())
-    if isinstance(optimizer, Optimizer):
-        parameters = _rename_groups(optimizer, names, sharded)
-    else:
-        parameters = [{"params": [p for p in sharded.values() if p.requires_grad]}]
-    groups = find_groups(model, param_dtype)
-    if collective:
-        return CollectiveSharding(model, groups, job.control), None, parameters
-    transport = ShmTransport(job.control, Grid.of(topology))
-    sharding = OnDemandSharding(
-        model,
-        groups,
-        transport,
-        job.control,
-        between_nodes=job.between_nodes,
-        lockstep=config.odc.lockstep,
-    )
-    return sharding, transport, parameters
-
-
-def _rename_groups(
-    optimizer: Optimizer, names: Mapping[int, str], sharded: Mapping[str, nn.Parameter]
-) -> list[dict[str, Any]]:
-    """Parameter groups of an optimizer made before sharding, with the sharded parameters in place."""
-    if optimizer.state:
-        raise ConfigError(
-            "optimizer: it has stepped before odcengine.initialize; its state belongs to whole parameters. "
-            "Give a new optimizer, or a function that makes one"
-        )
-    groups = []
-    for group in optimizer.param_groups:
-        unknown = sum(id(parameter) not in names for parameter in group["params"])
-        if unknown:
-            raise ConfigError(
-                f"optimizer: {unknown} of its parameters are not parameters of the model; make it from "
-                "model.parameters(), or give a function that makes it"
-            )
-        groups.append({**group, "params": [sharded[names[id(p)]] for p in group["params"]]})
-    return groups
-
-
-def _build_optimizer(
-    config: Config, source: OptimizerSource | None, parameters: list[dict[str, Any]]
-) -> Optimizer:
-    if isinstance(source, Optimizer):
-        source.param_groups = parameters
-        return source
-    if source is not None:
-        made: Optimizer = source(parameters[0]["params"])
-        return made
-    if config.optimizer is None:
-        raise ConfigError(
-            "optimizer: the configuration has none and odcengine.initialize was given none; add "
-            "`optimizer: {type: AdamW, params: {lr: 1e-5}}`, or give optimizer=..."
-        )
-    return build_optimizer(config.optimizer, parameters)
-
-
-def _build_scheduler(
-    config: Config, source: SchedulerSource | None, optimizer: Optimizer, loader: MinibatchLoader | None
-) -> LRScheduler | None:
-    if isinstance(source, LRScheduler):
-        if source.optimizer is not optimizer:
-            raise ConfigError("lr_scheduler: it belongs to another optimizer than the engine's")
-        return source
-    if source is not None:
-        return source(optimizer)
-    total = None if loader is None else len(loader) * config.data.num_epochs
-    return build_scheduler(config.scheduler, optimizer, total)
 
 
 class OdcEngine:
-    """A sharded model with its optimizer; made by :func:`initialize`.
+    """A sharded model with its optimizer; made by ``odcengine.initialize``.
 
     ``engine(micro_batch)`` and ``engine.backward(loss)`` any number of times, also never, then
     ``engine.step()`` on every rank. Usable as a context manager that closes it.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "odcengine.engine", "transformers"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "odcengine.build", "transformers"])
 
 
 @dataclass
