@@ -1,8 +1,8 @@
 """The engine: joins transport, sharding and data, and runs the protocol of a minibatch.
 
-``odcengine.initialize`` (in ``build.py``) makes an :class:`OdcEngine`, which is then called from the user's own
-loop. ``OdcEngine.step`` reads like the protocol in ``docs/protocol.md``: barrier A, collect, agree, clip, step,
-empty the accumulators, publish with flag B.
+``odcengine.initialize`` (in ``build.py``) makes an :class:`OdcEngine`, which is then called from the user's
+own loop. ``OdcEngine.step`` reads like the protocol in ``docs/protocol.md``: barrier A, collect, agree, clip,
+step, empty the accumulators, publish with flag B.
 """
 
 from __future__ import annotations
