@@ -299,6 +299,8 @@ class OdcEngine:
                 self._started = self._loader.asked_at
             self._sharding.begin()
             self._begun = True
+        if not self._micro_batches:  # evaluations may come before, and loads between them
+            self._sharding.check_parameters()
 
     # -- the rest --------------------------------------------------------------------------------------
 

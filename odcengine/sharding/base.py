@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,12 +81,23 @@ class Sharding(abc.ABC):
             module.reshard()
 
     def begin(self) -> None:
-        """Start a minibatch.
+        """Start a minibatch: count times and calls from here."""
+        self.blocked = Blocked()
+
+    def check_parameters(self) -> None:
+        """Look whether what other ranks see of the parameters is what this rank has.
 
         Raises:
             UsageError: a parameter changed since it was published, or was frozen or thawed.
         """
-        self.blocked = Blocked()
+        for group in self.groups:
+            for entry in group.entries:
+                if entry.param.requires_grad != (entry.grad_offset is not None):
+                    state = "thawed" if entry.param.requires_grad else "frozen"
+                    raise UsageError(
+                        f"parameter {entry.name} was {state} after odcengine.initialize; the windows are "
+                        "laid out for what was trainable then. Set requires_grad before initialize"
+                    )
 
     @abc.abstractmethod
     def collect(self) -> torch.Tensor:
@@ -127,20 +138,3 @@ class Sharding(abc.ABC):
         """Let go of windows' views. The model keeps its sharded parameters."""
         self.groups.clear()
         self.trainable.clear()
-
-    def changed(self, versions: dict[int, int]) -> Iterator[ParamEntry]:
-        """Parameters whose data changed since ``versions`` was taken (in-place writes only)."""
-        for group in self.groups:
-            for entry in group.entries:
-                if versions.get(id(entry.param)) != entry.param._version:
-                    yield entry
-
-    def _check_frozen(self) -> None:
-        for group in self.groups:
-            for entry in group.entries:
-                if entry.param.requires_grad != (entry.grad_offset is not None):
-                    state = "thawed" if entry.param.requires_grad else "frozen"
-                    raise UsageError(
-                        f"parameter {entry.name} was {state} after odcengine.initialize; the windows are "
-                        "laid out for what was trainable then. Set requires_grad before initialize"
-                    )

@@ -38,10 +38,6 @@ class CollectiveSharding(Sharding):
                 group.module.set_custom_all_gather(_TimedAllGather(self))
                 group.module.set_custom_reduce_scatter(_TimedReduceScatter(self))
 
-    def begin(self) -> None:
-        super().begin()
-        self._check_frozen()
-
     @torch.no_grad()
     def collect(self) -> torch.Tensor:
         self.reshard()

@@ -114,16 +114,16 @@ class OnDemandSharding(Sharding):
 
     # -- inside a minibatch ----------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        super().begin()
-        self._check_frozen()
-        stale = next(self.changed(self._versions), None)
-        if stale is not None:
-            raise UsageError(
-                f"parameter {stale.name} was changed after it was published (a load, or a write outside "
-                "engine.step()); other ranks would use its old value. Call engine.publish() on every rank "
-                "after changing parameters"
-            )
+    def check_parameters(self) -> None:
+        super().check_parameters()
+        for group in self.groups:
+            for entry in group.entries:
+                if self._versions.get(id(entry.param)) != entry.param._version:
+                    raise UsageError(
+                        f"parameter {entry.name} was changed after it was published (a load, or a write "
+                        "outside engine.step()); other ranks would use its old value. Call engine.publish() "
+                        "on every rank after changing parameters"
+                    )
 
     def pull(self, group: ParamGroup, out: torch.Tensor) -> None:
         """Fill ``out`` (``[W, nbytes]`` uint8, own row in place) with the group's parameters."""

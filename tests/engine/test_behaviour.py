@@ -171,6 +171,20 @@ def test_published_changes_are_seen_by_all_ranks() -> None:
     assert torch.equal(first, second)
 
 
+def _load_after_evaluation(rank: int, world_size: int) -> None:
+    engine = _engine()
+    engine.eval()
+    with torch.no_grad():
+        engine(torch.arange(5)[None], 0)
+        next(engine.train().parameters()).mul_(0.5)
+    _minibatch(engine, rank, world_size, 0)
+
+
+def test_a_load_after_an_evaluation_is_seen_too() -> None:
+    for result in run_ranks(_load_after_evaluation, 2, timeout_s=20):
+        assert "was changed after it was published" in str(result.error)
+
+
 def _thaw(rank: int, world_size: int) -> None:
     case = Case("thaw", {"frozen": True})
     engine = odcengine.initialize(model=make_model(case), config=config_for(case))[0]
