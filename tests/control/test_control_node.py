@@ -212,7 +212,7 @@ def _lock_left(rank: int, world: int, token: str) -> Report | float:
     start = time.monotonic()
     control.fail(KeyboardInterrupt())
     seconds = time.monotonic() - start
-    time.sleep(2.5)
+    time.sleep(1.5)
     return seconds
 
 

@@ -523,7 +523,7 @@ def end_stopped(pids: list[int]) -> None:
     """Wait until every process has ended or is stopped, then kill the stopped ones."""
     deadline = time.monotonic() + 50.0
     while time.monotonic() < deadline:
-        states = [_state(pid) for pid in pids]
+        states = [state(pid) for pid in pids]
         if all(state in "TZX" for state in states):
             for pid, state in zip(pids, states, strict=True):
                 if state == "T":
@@ -532,7 +532,8 @@ def end_stopped(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
+    """The letter that /proc has for a process; X when it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
