@@ -11,7 +11,8 @@ Ordering rules that callers rely on, for every transport:
    and visible to the owner, and every pull issued before it has completed.
 2. A pull that follows ``wait_published(peer, epoch)`` sees what the peer wrote into its own window before
    its ``signal_published(epoch)``.
-3. Pushes from any number of ranks into the same elements add up exactly once each, in any order.
+3. Pushes from any number of ranks into the same elements add up exactly once each, in any order. A push, too,
+   may only follow ``wait_published(owner, epoch)``: until then the owner may be emptying its accumulator.
 4. The owner may read or write its own window only where no rank can pull from or push into it: parameters
    between ``barrier`` and ``signal_published``, accumulators between ``barrier`` and the next
    ``signal_published``.

@@ -100,12 +100,14 @@ class _Run:
         ]
         windows = transport.allocate(WindowPlan.of(specs))
         self.parameters, self.accumulators = windows[: len(_PARAMETERS)], windows[len(_PARAMETERS) :]
+        device = windows[0].local.device
         numbers = torch.arange(_LONGEST + 32) * 7 % 17 - 8
-        self.sources = [numbers.to(dtype) for dtype in _SOURCES]
+        self.sources = [numbers.to(device, dtype) for dtype in _SOURCES]
         self.numbers = numbers.numpy()
         world_size = sum(map(len, self.grid.shards))
-        self.rows = [numbers[: world_size * 33].view(world_size, 33).to(dtype) for dtype in _SOURCES]
-        self.contents = torch.arange(_LONGEST + 256) * 5 % 251
+        rows = numbers[: world_size * 33].view(world_size, 33)
+        self.rows = [rows.to(device, dtype) for dtype in _SOURCES]
+        self.contents = torch.arange(_LONGEST + 256, device=device) * 5 % 251
 
     def run(self) -> StressResult:
         result, start = StressResult(), time.perf_counter()
@@ -169,13 +171,13 @@ class _Run:
         transport = self.transport
         if op.kind == _PULL:
             window = self.parameters[op.window]
-            out = torch.empty(op.count, dtype=window.spec.dtype)
+            out = window.local.new_empty(op.count)
             transport.wait_published(op.peer, epoch)
             transport.pull(window, op.peer, op.node, out, op.offset)
             self.check_pull(window, self.grid.shards[op.node][op.peer], out, op.offset, epoch)
         elif op.kind == _GATHER:
             window = self.parameters[op.window]
-            out = torch.empty(len(self.rows[0]), window.spec.shape[1], dtype=window.spec.dtype)
+            out = window.local.new_empty(len(self.rows[0]), window.spec.shape[1])
             transport.gather(window, out, epoch)
             for shard, row in enumerate(out):
                 if shard != self.rank:
@@ -201,7 +203,7 @@ class _Run:
     def replay(self, epoch: int) -> int:
         """Compare this rank's accumulators with what all ranks of the node have pushed into them."""
         sums = [np.zeros(window.spec.shape, dtype=np.int64) for window in self.accumulators]
-        rows = self.rows[1].to(torch.int64).numpy()
+        rows = self.rows[1].cpu().to(torch.int64).numpy()
         for rank in self.grid.shards[self.grid.node]:
             for op in self.operations(epoch, rank):
                 part = slice(op.offset, op.offset + op.count)
@@ -211,7 +213,7 @@ class _Run:
                     for node, row in enumerate(self.grid.shards):
                         sums[op.window][node, part] += rows[row[self.grid.local], : op.count]
         for window, expected in zip(self.accumulators, sums, strict=True):
-            bad = np.argwhere(window.local.numpy() != expected)
+            bad = np.argwhere(window.local.cpu().numpy() != expected)
             if len(bad):
                 raise AssertionError(
                     f"seed {self.stress.seed}: rank {self.rank} has {len(bad)} wrong sums in {window.spec} "
