@@ -524,9 +524,9 @@ def end_stopped(pids: list[int]) -> None:
     deadline = time.monotonic() + 50.0
     while time.monotonic() < deadline:
         states = [state(pid) for pid in pids]
-        if all(state in "TZX" for state in states):
-            for pid, state in zip(pids, states, strict=True):
-                if state == "T":
+        if all(letter in "TZX" for letter in states):
+            for pid, letter in zip(pids, states, strict=True):
+                if letter == "T":
                     os.kill(pid, signal.SIGKILL)
             return
         time.sleep(0.02)
