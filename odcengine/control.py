@@ -472,11 +472,9 @@ class ControlBlock:
     def wait_work(self, work: Work, what: str) -> float:
         """Wait for an asynchronous collective over all ranks; as :meth:`wait_until`."""
         others = [index for index in range(self._size) if index != self._me]
+        seconds = self.wait_until(work.is_completed, what, lambda: others, everyone=True)
         try:
-            seconds = self.wait_until(work.is_completed, what, lambda: others, everyone=True)
             work.wait()
-        except PeerError:
-            raise
         except RuntimeError as error:
             self.raise_cause(error, what)
         return seconds

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -106,6 +107,42 @@ def test_rank_that_is_stopped_while_it_waits_is_blamed() -> None:
         assert "from rank 1 (host testhost, pid " in blamed, report
         assert "rank 0 (" not in blamed, report
         assert "rank 2 (" not in blamed, report
+
+
+class _Failing(_Hanging):
+    """A collective that fails in the backend."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        raise RuntimeError("connection closed by peer")
+
+
+def _work_errors(rank: int, world: int, token: str) -> list[Report]:
+    control = block(rank, world, token)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 1:
+        control.wait_epoch(0, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise UsageError("the rank's own error")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(1)
+    own = report_of(lambda: control.wait_work(_Hanging(), "a collective"))
+    control.set_epoch(0)
+    return [own, report_of(lambda: control.wait_work(_Failing(), "a collective"))]
+
+
+def test_backend_error_is_traced_to_its_cause_and_own_errors_stay_own() -> None:
+    own, foreign = values(launch(_work_errors, 2)[:1])[0]
+    assert (own.error_type, own.message) == ("UsageError", "the rank's own error")
+    assert own.seconds < 1.0 + MARGIN_S  # not taken for the backend's, which would be looked into for 3 s
+    assert (foreign.error_type, foreign.culprit) == ("PeerError", 1)
+    assert "rank 1 (host testhost, pid " in foreign.message
+    assert "died" in foreign.message
 
 
 def _slow_chain(rank: int, world: int, token: str) -> float:
