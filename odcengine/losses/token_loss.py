@@ -1,4 +1,4 @@
-"""Cross entropy of tokens, summed, computed in pieces so that no second copy of the logits is alive.
+"""Cross entropy of tokens, summed: of a model, and of logits without a second copy of them.
 
 The logits of a long row are the largest tensor of a training step: 64 thousand tokens with a vocabulary of
 152 thousand are 20 GB in bfloat16 and 40 GB in float32. The loss needs float32, but only row by row.
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from odcengine.data.batch import IGNORE_INDEX, MicroBatch
 from odcengine.errors import UsageError
+from odcengine.losses.fused_head import fused_loss_sum, fuses_loss, logits_of, loss_head
 
 # Logits converted at a time: 64 MiB in float32.
 _CHUNK_ELEMENTS = 2**24
@@ -90,6 +91,10 @@ class _TokenCrossEntropySum(torch.autograd.Function):
 def causal_lm_loss_sum(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The summed token loss of a packed micro-batch.
 
+    Where :func:`odcengine.models.prepare_model` has proved that the model ends with its head, the head
+    computes the loss itself, a chunk of tokens at a time, and the logits of the row never exist at once.
+    Other models return all their logits.
+
     Args:
         model: a causal language model with the keywords of transformers, prepared by
             :func:`odcengine.models.prepare_model`; returns the logits ``[1, T, V]`` or an object with them.
@@ -97,7 +102,20 @@ def causal_lm_loss_sum(model: nn.Module, micro_batch: MicroBatch) -> torch.Tenso
 
     Returns:
         Scalar, float32 (float64 for float64 logits); 0 with a graph where nothing has a target.
+
+    Raises:
+        UsageError: ``num_targets`` of the micro-batch is not that of its labels, or the model is not the one
+            that was proved.
     """
+    labels = micro_batch.labels
+    if labels.device.type == "cpu" and int((labels != IGNORE_INDEX).sum()) != micro_batch.num_targets:
+        raise UsageError(
+            f"causal_lm_loss_sum: the micro-batch says num_targets={micro_batch.num_targets}, but "
+            f"{int((labels != IGNORE_INDEX).sum())} of its labels are targets; make it with pack_samples, or "
+            "change both"
+        )
+    head = loss_head(model) if fuses_loss(model) else None
+    if head is not None and not torch.is_autocast_enabled(labels.device.type):
+        return fused_loss_sum(model, head, micro_batch)
     output = model(**micro_batch.model_inputs(), use_cache=False)
-    logits = output if isinstance(output, torch.Tensor) else output.logits
-    return token_cross_entropy_sum(logits, micro_batch.labels)
+    return token_cross_entropy_sum(logits_of(output), labels)

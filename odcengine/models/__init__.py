@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from odcengine.models.head import prepare_loss
 from odcengine.models.packed import (
     PACKED_ATTENTION,
     check_isolation,
@@ -17,5 +18,6 @@ __all__ = [
     "is_transformers_model",
     "packed_attention",
     "prepare_config",
+    "prepare_loss",
     "prepare_model",
 ]

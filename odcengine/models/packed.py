@@ -27,6 +27,8 @@ from torch import nn
 
 from odcengine.data.batch import pack_samples
 from odcengine.errors import UsageError
+from odcengine.models._probe import PROBE_SAMPLES, evaluating
+from odcengine.models.head import prepare_loss
 
 PACKED_ATTENTION = "odc_packed"
 """The name under which the attention is registered with transformers."""
@@ -191,6 +193,9 @@ def prepare_config(config: Any) -> Any:
 def prepare_model(model: nn.Module, *, probe: bool | None = None) -> nn.Module:
     """Make a model attend to packed rows correctly, in place; call it before sharding.
 
+    Also finds out whether the model's head may compute the loss (:func:`prepare_loss`), which saves the
+    memory of the logits.
+
     Args:
         model: causal language model of transformers, also wrapped (PEFT, for example).
         probe: prove it with :func:`check_isolation`, a handful of forwards of ten tokens. By default where
@@ -228,6 +233,7 @@ def prepare_model(model: nn.Module, *, probe: bool | None = None) -> nn.Module:
             for module, config in before:
                 module.config = config
             raise
+    prepare_loss(model)
     return model
 
 
@@ -253,11 +259,11 @@ def check_isolation(model: nn.Module, tolerance: float = 1e-5) -> None:
     if weights.dtype in (torch.bfloat16, torch.float16):
         tolerance = max(tolerance, 0.05)
     vocab_size = _transformers_modules(model)[0].get_input_embeddings().weight.shape[0]
-    samples = [[token % vocab_size for token in tokens] for tokens in ([3, 1, 4, 1, 5], [9, 2, 6, 5], [8])]
+    samples = [[token % vocab_size for token in tokens] for tokens in PROBE_SAMPLES]
     changed = [[(token + 1) % vocab_size for token in samples[0]], *samples[1:]]
     refusal = f"{type(model).__name__} cannot be trained on packed rows"
     allowed = f"allowed: {tolerance:.0e}"
-    with _evaluating(model):
+    with evaluating(model):
         packed, other = (
             model(
                 **pack_samples([{"input_ids": tokens} for tokens in row]).to(weights.device).model_inputs(),
@@ -352,15 +358,3 @@ def _attention(model: nn.Module, name: str) -> Iterator[None]:
         yield
     finally:
         _set_attention(model, PACKED_ATTENTION)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode (no dropout), undone at the end for every module by itself."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
