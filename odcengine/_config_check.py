@@ -18,7 +18,7 @@ from odcengine._config_source import Path, Problem, Source, read_source, show, s
 from odcengine.config import MAX_INT, PARAMS, Choice, Config, SgdParams
 from odcengine.errors import ConfigError
 
-PLANNED_SECTIONS = ("checkpoint", "model", "monitor", "preemption")
+PLANNED_SECTIONS = ("checkpoint", "preemption")
 """Top-level sections that later versions will have."""
 
 _LATER = "is not in this version"
@@ -376,6 +376,18 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("odc.node_size", "odc.sharding"),
             "has no use with odc.sharding: full; remove it, or set sharding to hybrid",
         )
+    every, folder = config.monitor.timeline_every, config.monitor.timeline_dir
+    if (every > 0) != (folder is not None):
+        paths = ("monitor.timeline_every", "monitor.timeline_dir")
+        yield (
+            paths if every else paths[::-1],
+            f"has no effect without {paths[1] if every else paths[0]}; give both or neither",
+        )
+    if config.model.path is not None and config.model.config is not None:
+        yield (
+            ("model.config", "model.path"),
+            "is for random weights, but model.path names a model; keep one of the two",
+        )
     limit = balance.max_tokens_per_micro_batch
     if config.data.max_length > limit:
         yield (
@@ -436,6 +448,8 @@ def _form(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join(_form(arg, metadata) for arg in args)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+    if origin is dict:
+        return "a mapping"
     if origin is tuple:
         count = "" if args[-1] is ... else f" of {len(args)}"
         return f"a list{count}, each {_form(args[0], [])}"

@@ -28,7 +28,7 @@ _FETCH = "each group of parameters is pulled when it is needed"
 _PUSH = "gradients are pushed group by group as they are produced"
 
 NO_EFFECT = {
-    "activation_checkpointing": "call the model's own gradient_checkpointing_enable()",
+    "activation_checkpointing": "set model.gradient_checkpointing",
     "aio": "used by NVMe offload only",
     "comms_logger": _MEASURED,
     "communication_data_type": "gradients are accumulated in fp32 or wider",

@@ -60,7 +60,9 @@ _RULES = """\
   `balance.strategy` is `lb_micro` by default then, and `lb_mini` is refused.
 - `odc.lockstep: true`, `odc.sharding: hybrid` and `odc.node_size` need a one-sided transport, not
   `collective`.
+- `model.path` and `model.config` both say what the model is.
 - `odc.node_size` has no use with `odc.sharding: full`.
+- `monitor.timeline_every` and `monitor.timeline_dir` need each other.
 - `data.max_length` cannot be more than `balance.max_tokens_per_micro_batch`.
 - `train_batch_size` must be a multiple of micro-batch size x accumulation steps if all three are given.
 - `fused` excludes `foreach`; `nesterov` needs a momentum and no dampening.

@@ -334,6 +334,29 @@ class Odc(_Section):
     )
 
 
+class Model(_Section):
+    """The model, where the script gives none to odcengine.initialize; see docs/models.md."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of a model of transformers (only config.json in it: random weights), or a "
+        "name on the Hugging Face Hub. Directories are relative to the working directory.",
+    )
+    config: dict[str, Any] | None = Field(
+        default=None,
+        description="Instead of path: values of a configuration with model_type, for random weights.",
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
+        default=None, description="Type of the weights; null: as stored, float32 for random ones."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Keep only the inputs of the blocks for the backward and compute the rest again; also "
+        "for a model from the script.",
+    )
+
+
 class Balance(_Section):
     """How samples are dealt to ranks and micro-batches."""
 
@@ -362,6 +385,34 @@ class Data(_Section):
     )
     too_long: Literal["error", "truncate", "skip"] = Field(
         default="error", description="What happens to a sample over max_length."
+    )
+
+
+class Monitor(_Section):
+    """What a run shows and writes."""
+
+    progress: Literal["auto", "bar", "lines", "off"] = Field(
+        default="auto",
+        description="What rank 0 shows: a bar (needs rich), or a log line every steps_per_print steps; auto: "
+        "a bar on a terminal, else lines, and nothing where steps_per_print is 0; off: nothing.",
+    )
+    jsonl: str | None = Field(
+        default=None, min_length=1, description="File to which rank 0 appends one JSON object a step."
+    )
+    tensorboard: str | None = Field(
+        default=None, min_length=1, description="Folder of TensorBoard's event files."
+    )
+    wandb_project: str | None = Field(
+        default=None, min_length=1, description="Project of Weights & Biases to log to; needs wandb."
+    )
+    peak_tflops: Float | None = Field(
+        default=None, gt=0, description="Peak speed of a rank's device in TFLOP/s, for MFU; null: no MFU."
+    )
+    timeline_every: Int = Field(
+        default=0, ge=0, description="Record what every rank does in every n-th step; 0: never."
+    )
+    timeline_dir: str | None = Field(
+        default=None, min_length=1, description="Folder of the recorded timelines (JSON for Perfetto, PNG)."
     )
 
 
@@ -432,7 +483,7 @@ class Config(_Section):
         default=10, ge=0, description="Optimizer steps between two log lines; 0 or null: none."
     )
     seed: Int = Field(
-        default=0, ge=0, description="Seed of the data order; the script seeds the model's initialisation."
+        default=0, ge=0, description="Seed of the data order, and of random weights made from model."
     )
     bf16: Bf16 = Field(default=Bf16(), description="Mixed precision.")
     optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = Field(
@@ -445,8 +496,12 @@ class Config(_Section):
         default=ZeroOptimization(), description="DeepSpeed's section for sharding."
     )
     odc: Odc = Field(default=Odc(), description="On-demand communication.")
+    model: Model = Field(
+        default=Model(), description="The model, where the script gives none to odcengine.initialize."
+    )
     balance: Balance = Field(default=Balance(), description="Load balancing.")
     data: Data = Field(default=Data(), description="The loader.")
+    monitor: Monitor = Field(default=Monitor(), description="What a run shows and writes.")
     launch: Launch = Field(default=Launch(), description="odc-launch.")
 
     _notices: tuple[str, ...] = PrivateAttr(default=())

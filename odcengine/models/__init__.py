@@ -1,8 +1,10 @@
-"""Models: attention over packed rows for causal language models of transformers."""
+"""Models: loading causal language models of transformers, and their attention over packed rows."""
 
 from __future__ import annotations
 
+from odcengine.models.flops import model_flops
 from odcengine.models.head import prepare_loss
+from odcengine.models.load import check_tokenizer, enable_checkpointing, load_model, vocabulary_size
 from odcengine.models.packed import (
     PACKED_ATTENTION,
     check_isolation,
@@ -15,9 +17,14 @@ from odcengine.models.packed import (
 __all__ = [
     "PACKED_ATTENTION",
     "check_isolation",
+    "check_tokenizer",
+    "enable_checkpointing",
     "is_transformers_model",
+    "load_model",
+    "model_flops",
     "packed_attention",
     "prepare_config",
     "prepare_loss",
     "prepare_model",
+    "vocabulary_size",
 ]
