@@ -16,10 +16,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from odcengine.balance import CostModel
 from odcengine.config import Config, load_config
 from odcengine.control import Phase
-from odcengine.data import MinibatchLoader
+from odcengine.data import MinibatchLoader, TokenDataset
 from odcengine.engine import LossFn, OdcEngine
 from odcengine.errors import ConfigError
-from odcengine.models import is_transformers_model, prepare_model
+from odcengine.models import (
+    enable_checkpointing,
+    is_transformers_model,
+    load_model,
+    prepare_model,
+    vocabulary_size,
+)
 from odcengine.optim import build_optimizer, build_scheduler
 from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
@@ -39,7 +45,7 @@ SchedulerSource = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 def initialize(
     *,
-    model: nn.Module,
+    model: nn.Module | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
     training_data: Any | None = None,
     optimizer: OptimizerSource | None = None,
@@ -52,7 +58,7 @@ def initialize(
 
     Args:
         model: the model, materialised on the CPU, the same on all ranks; rank 0's weights are given to all.
-            It is sharded in place.
+            It is sharded in place. None: the one that the configuration's ``model`` section names.
         config: path, mapping or :class:`~odcengine.config.Config`; by default the file that ``odc-launch
             --config`` was given.
         training_data: map-style data set for the loader (see :class:`~odcengine.data.MinibatchLoader`), or
@@ -87,6 +93,7 @@ def initialize(
         if info.rank == 0:
             for notice in settings.notices:
                 logger.warning("config: %s", notice)
+        model = _build_model(settings, model)
         blocks = block_modules(model, settings.odc.wrap)
         check_model(model, blocks, "cpu")
         loader = None
@@ -109,6 +116,31 @@ def initialize(
     return engine, made, loader, scheduler
 
 
+def _build_model(config: Config, model: nn.Module | None) -> nn.Module:
+    section = config.model
+    source = section.path if section.path is not None else section.config
+    if model is None:
+        if source is None:
+            raise ConfigError(
+                "model: odcengine.initialize was given none, and the configuration names none; add "
+                "`model: {path: DIRECTORY}`, or give model=..."
+            )
+        return load_model(
+            source,
+            dtype=section.dtype,
+            random_seed=config.seed,
+            gradient_checkpointing=section.gradient_checkpointing,
+        )
+    if source is not None or section.dtype is not None:
+        raise ConfigError(
+            "model: odcengine.initialize was given one, but the configuration's `model` section says how to "
+            "load one; leave model=... away, or remove path, config and dtype from the section"
+        )
+    if section.gradient_checkpointing:
+        enable_checkpointing(model)
+    return model
+
+
 def _build_loader(
     model: nn.Module,
     training_data: Any,
@@ -118,6 +150,8 @@ def _build_loader(
     length_fn: Callable[[Any], int] | None,
     loss_fn: LossFn | None,
 ) -> MinibatchLoader:
+    if isinstance(training_data, TokenDataset) and is_transformers_model(model):
+        training_data.check_vocabulary(vocabulary_size(model))
     batch = config.resolve_batch(job.topology.world_size)
     if job.topology.rank == 0:
         for notice in batch.notices:
