@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -19,13 +20,16 @@ from odcengine.control import Phase
 from odcengine.data import MinibatchLoader, TokenDataset
 from odcengine.engine import LossFn, OdcEngine
 from odcengine.errors import ConfigError
+from odcengine.metrics import FlopsOf
 from odcengine.models import (
     enable_checkpointing,
     is_transformers_model,
     load_model,
+    model_flops,
     prepare_model,
     vocabulary_size,
 )
+from odcengine.monitor import Monitor
 from odcengine.optim import build_optimizer, build_scheduler
 from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
@@ -102,6 +106,7 @@ def initialize(
         sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer)
         made = _build_optimizer(settings, optimizer, parameters)
         scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
+        monitor = Monitor(settings, job, sharding, loader, flops_of=_flops_of(model))
         engine = OdcEngine(
             model,
             made,
@@ -109,6 +114,7 @@ def initialize(
             transport,
             job,
             settings,
+            monitor=monitor,
             scheduler=scheduler,
             loader=loader,
             loss_fn=loss_fn,
@@ -177,6 +183,16 @@ def _build_loader(
     if loader.packs and (loss_fn is None or is_transformers_model(model)):
         prepare_model(model)  # several samples share a row: attention must stop between them
     return loader
+
+
+def _flops_of(model: nn.Module) -> FlopsOf | None:
+    """Model FLOP of sequences; None where the model does not tell its shape."""
+    config = getattr(model, "config", None)
+    try:
+        model_flops(config, [1])
+    except ValueError:
+        return None
+    return functools.partial(model_flops, config)
 
 
 def _shard(

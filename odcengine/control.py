@@ -53,6 +53,7 @@ class Phase(enum.IntEnum):
     UPDATE = 7
     PUBLISH = 8
     CLOSING = 9
+    REPORT = 10
 
     @property
     def label(self) -> str:
@@ -71,6 +72,7 @@ _PHASE_LABELS = {
     Phase.UPDATE: "the optimizer step",
     Phase.PUBLISH: "publishing parameters",
     Phase.CLOSING: "close()",
+    Phase.REPORT: "handing in its timeline",
 }
 
 
@@ -149,8 +151,17 @@ class Work(Protocol):
     def wait(self) -> bool: ...
 
 
+class EventRecorder(Protocol):
+    """Takes down what this rank did; see ``odcengine.monitor``."""
+
+    def add(self, kind: str, start: float, end: float, group: int = -1) -> None: ...
+
+
 class ControlBlock:
     """This rank's view of the control block of its node. Creating one is collective.
+
+    Attributes:
+        recorder: gets every phase and every wait while it is set.
 
     Args:
         topology: ranks and nodes; the block covers the ranks of this rank's node.
@@ -176,6 +187,7 @@ class ControlBlock:
     ) -> None:
         self.topology = topology
         self.timeout_s = timeout_s
+        self.recorder: EventRecorder | None = None
         self.startup_timeout_s = startup_timeout_s
         self._token = token
         self._num_exchanges = 0
@@ -242,7 +254,7 @@ class ControlBlock:
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Be in ``phase`` inside the block, then in the one before; a failure inside tells all ranks."""
-        before = int(self._mine[_Word.PHASE])
+        before, start = int(self._mine[_Word.PHASE]), time.perf_counter()
         self.enter(phase)
         try:
             yield
@@ -250,6 +262,8 @@ class ControlBlock:
             self.fail(error)
             raise
         self.enter(Phase(before))
+        if self.recorder is not None:
+            self.recorder.add(phase.name.lower(), start, time.perf_counter())
 
     # -- failures --------------------------------------------------------------------------------------
 
@@ -467,7 +481,10 @@ class ControlBlock:
                     raise
         finally:
             self._mine[_Word.WAITS_FOR] = 0
-        return (time.monotonic_ns() - begun) / 1e9
+        end = time.monotonic_ns()
+        if self.recorder is not None:
+            self.recorder.add("wait", begun / 1e9, end / 1e9)
+        return (end - begun) / 1e9
 
     def wait_work(self, work: Work, what: str) -> float:
         """Wait for an asynchronous collective over all ranks; as :meth:`wait_until`."""

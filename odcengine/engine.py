@@ -29,7 +29,8 @@ from odcengine.control import Meeting, Phase
 from odcengine.data import MicroBatch, MinibatchLoader
 from odcengine.errors import OdcError, UsageError
 from odcengine.losses import causal_lm_loss_sum
-from odcengine.metrics import StepMetrics
+from odcengine.metrics import StepMetrics, whole_or_none
+from odcengine.monitor import Monitor
 from odcengine.sharding.base import Changed, Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.start import Job
@@ -65,6 +66,7 @@ class OdcEngine:
         job: Job,
         config: Config,
         *,
+        monitor: Monitor,
         scheduler: LRScheduler | None,
         loader: MinibatchLoader | None,
         loss_fn: LossFn | None,
@@ -80,6 +82,7 @@ class OdcEngine:
         self._control = job.control
         self._host_group = job.host_group
         self._sharding = sharding
+        self._monitor = monitor
         self._loader = loader
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
@@ -103,9 +106,12 @@ class OdcEngine:
             self._begin()
             if self._equal_counts:
                 self._control.check_equal_counts(self.global_steps, self._micro_batches + 1)
+            trains = self.module.training and torch.is_grad_enabled()
+            if trains:
+                self._monitor.tally.forward(args[0] if args else None)
             if len(args) == 1 and not kwargs and self._knows_loss(args[0]):
                 loss = self._loss_fn(self.module, args[0])
-                if self.module.training and torch.is_grad_enabled():
+                if trains:
                     self._pending_counts.append(self._count_of(args[0]))
                 return loss
             return self.module(*args, **kwargs)
@@ -144,6 +150,7 @@ class OdcEngine:
                 loss, count = loss * 0.0, 0.0
             loss.backward()  # type: ignore[no-untyped-call]
             self._pending_counts.clear()
+            self._monitor.tally.backward()
             self._count += count
             self._loss_sum += loss.detach().reshape(()).to("cpu", torch.float64)
             self._micro_batches += 1
@@ -204,11 +211,15 @@ class OdcEngine:
             boundary_s=time.perf_counter() - boundary_start,
             gather_s=blocked.gather_s,
             push_s=blocked.push_s,
+            num_samples=agreed.num_samples,
+            tokens=agreed.tokens,
+            flops=agreed.flops,
+            load_s=self._monitor.tally.load_s,
         )
         self.global_steps += 1
+        self._monitor.end_step(metrics, self._started)
         self._start_minibatch()
         control.enter(Phase.BETWEEN, step=self.global_steps, micro_batch=0)
-        self._report(metrics)
         return metrics
 
     def _meet(self, step: int) -> float:
@@ -224,31 +235,29 @@ class OdcEngine:
 
     def _agree(self, squared_norm: torch.Tensor, busy_s: float, wait_s: float) -> _Agreed:
         """One small all-reduce tells every rank what all have done."""
-        world_size, rank = self.topology.world_size, self.topology.rank
-        totals = torch.stack(
-            [
-                self._loss_sum,
-                torch.tensor(self._count, dtype=torch.float64),
-                squared_norm,
-                torch.tensor(self._micro_batches, dtype=torch.float64),
-            ]
-        )
-        times = torch.zeros(2, world_size, dtype=torch.float64)
-        times[0, rank], times[1, rank] = busy_s, wait_s
-        message = torch.cat([totals, times.view(-1), self._sharding.used()])
+        world_size, rank, tally = self.topology.world_size, self.topology.rank, self._monitor.tally
+        sums = [float(self._loss_sum), self._count, float(squared_norm), float(self._micro_batches)]
+        totals = torch.tensor([*sums, tally.samples, tally.flops], dtype=torch.float64)
+        of_ranks = torch.zeros(3, world_size, dtype=torch.float64)
+        of_ranks[:, rank] = torch.tensor([busy_s, wait_s, tally.tokens], dtype=torch.float64)
+        message = torch.cat([totals, of_ranks.view(-1), self._sharding.used()])
         if world_size > 1:
             work = dist.all_reduce(message, group=self._host_group, async_op=True)
             self._control.wait_work(work, "the agreement on norm and counts")
-        loss_sum, count, squared, micro_batches = message[:4].tolist()
-        times = message[4 : 4 + 2 * world_size].view(2, world_size)
+        loss_sum, count, squared, micro_batches, samples, flops = message[: len(totals)].tolist()
+        rest = message[len(totals) :]
+        busy, wait, tokens = rest[: of_ranks.numel()].view(3, world_size).tolist()
         return _Agreed(
             loss_sum=loss_sum,
             count=count,
             grad_norm=math.sqrt(squared) / count if count else math.nan,
             num_micro_batches=round(micro_batches),
-            busy_s=tuple(times[0].tolist()),
-            wait_s=tuple(times[1].tolist()),
-            used=message[4 + 2 * world_size :] > 0,
+            busy_s=tuple(busy),
+            wait_s=tuple(wait),
+            num_samples=whole_or_none(samples),
+            tokens=None if math.isnan(sum(tokens)) else tuple(round(value) for value in tokens),
+            flops=None if math.isnan(flops) else flops,
+            used=rest[of_ranks.numel() :] > 0,
         )
 
     def _update(self, agreed: _Agreed) -> bool:
@@ -267,19 +276,8 @@ class OdcEngine:
             self.scheduler.step()
         return True
 
-    def _report(self, metrics: StepMetrics) -> None:
-        every = self.config.steps_per_print
-        if self.topology.rank == 0 and every and (metrics.step + 1) % every == 0:
-            logger.info(
-                "step %d: loss %.4f, grad norm %.3g, lr %.3g, idle %s",
-                metrics.step,
-                metrics.loss,
-                metrics.grad_norm,
-                metrics.lr,
-                " ".join(f"{share:.1%}" for share in metrics.idle_shares),
-            )
-
     def _start_minibatch(self) -> None:
+        self._monitor.begin_step(self.global_steps)
         self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._count = 0.0
         self._pending_counts: list[float | None] = []  # of forwards since the last backward
@@ -356,6 +354,7 @@ class OdcEngine:
                     self.transport.close(meeting)
         finally:
             self._control.close()
+            self._monitor.close()
         self._job.leave()
 
     def __enter__(self) -> OdcEngine:
@@ -375,6 +374,7 @@ class OdcEngine:
             return
         self._leave()
         self._control.fail(error)
+        self._monitor.close(failed=True)
         self._sharding.close()
         if self.transport is not None:
             self.transport.close(None)
@@ -398,6 +398,9 @@ class _Agreed:
     num_micro_batches: int
     busy_s: tuple[float, ...]
     wait_s: tuple[float, ...]
+    num_samples: int | None
+    tokens: tuple[int, ...] | None
+    flops: float | None
     used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
 
 

@@ -1,8 +1,17 @@
-"""What one optimizer step tells about itself."""
+"""What one optimizer step tells about itself, and how a rank counts what it computed."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths = npt.NDArray[np.int64]
+FlopsOf = Callable[[Lengths], float]
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,13 @@ class StepMetrics:
         boundary_s: this rank's seconds from the end of A to the end of ``step()``.
         gather_s: this rank's seconds getting parameters, waiting included.
         push_s: this rank's seconds handing over gradients, waiting included.
+        num_samples: samples computed by all ranks together, without stand-ins for empty micro-batches; None
+            where a rank got its batches neither from the engine's loader nor as ``MicroBatch``.
+        tokens: for each rank the tokens of its samples, padding and stand-ins not counted; None where unknown
+            (as ``num_samples``, and where the loader knows no lengths).
+        flops: floating-point operations that the model needs for them, forward and backward, over all ranks;
+            None where the model's shape is unknown.
+        load_s: this rank's seconds in the loader: planning, reading and packing.
     """
 
     step: int
@@ -38,6 +54,10 @@ class StepMetrics:
     boundary_s: float
     gather_s: float
     push_s: float
+    num_samples: int | None
+    tokens: tuple[int, ...] | None
+    flops: float | None
+    load_s: float
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
@@ -46,3 +66,82 @@ class StepMetrics:
             wait / (busy + wait) if busy + wait else 0.0
             for busy, wait in zip(self.busy_s, self.wait_s, strict=True)
         )
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step: the longest rank up to the end of A, and the boundary."""
+        longest = max(busy + wait for busy, wait in zip(self.busy_s, self.wait_s, strict=True))
+        return longest + self.boundary_s
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of all ranks together; None where unknown."""
+        return None if self.tokens is None else sum(self.tokens)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all ranks together by :attr:`step_s`; None where unknown."""
+        return None if self.num_tokens is None or not self.step_s else self.num_tokens / self.step_s
+
+
+class Tally:
+    """Counts what this rank has computed in a minibatch; nan stands for "unknown".
+
+    What the loader has handed out, or a forward has got, counts once a backward follows.
+
+    Attributes:
+        samples: samples, without stand-ins for empty micro-batches.
+        tokens: their tokens.
+        flops: model FLOP of their forward and backward.
+        load_s: seconds in the loader.
+
+    Args:
+        lengths: tokens of each sample of the loader's data set; None where it knows none.
+        has_loader: whether micro-batches come from the engine's loader. Without one, only a ``MicroBatch``
+            tells what is in it.
+        flops_of: model FLOP of sequences given by their lengths, or None.
+    """
+
+    def __init__(self, lengths: Lengths | None, *, has_loader: bool, flops_of: FlopsOf | None) -> None:
+        self._lengths = lengths
+        self._has_loader = has_loader
+        self._flops_of = flops_of
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a minibatch."""
+        self.samples = self.tokens = self.flops = self.load_s = 0.0
+        self._pending: list[tuple[int, Lengths | None]] = []
+
+    def loaded(self, seconds: float, sample_ids: Sequence[int] | None) -> None:
+        """The loader was busy, and hands out these samples: none for a stand-in, None for no micro-batch."""
+        self.load_s += seconds
+        if sample_ids is None:
+            return
+        lengths = None if self._lengths is None else self._lengths[list(sample_ids)]
+        self._pending.append((len(sample_ids), lengths))
+
+    def forward(self, batch: Any) -> None:
+        """A forward that a backward will follow got ``batch``."""
+        if self._has_loader:
+            return
+        boundaries = getattr(batch, "cu_seqlens", None)
+        if boundaries is None:
+            self.samples = self.tokens = self.flops = math.nan
+        else:
+            lengths: Lengths = np.diff(boundaries.cpu().numpy().astype(np.int64))
+            self._pending.append((len(lengths), lengths))
+
+    def backward(self) -> None:
+        """A backward covers everything since the last one."""
+        for samples, lengths in self._pending:
+            self.samples += samples
+            self.tokens += math.nan if lengths is None else float(lengths.sum())
+            known = lengths is not None and self._flops_of is not None
+            self.flops += self._flops_of(lengths) if known else math.nan  # type: ignore[misc,arg-type]
+        self._pending.clear()
+
+
+def whole_or_none(value: float) -> int | None:
+    """The count behind a sum in which nan stands for "unknown"."""
+    return None if math.isnan(value) else round(value)

@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 _TOO_LONG = ("error", "truncate", "skip")
 
+OnLoad = Callable[[float, float, "tuple[int, ...] | None"], None]
+"""Start and end in seconds of ``time.perf_counter()``; data set indices of the samples of the micro-batch
+that was read, none for a stand-in; None for the planning of a minibatch."""
+
 
 class MapDataset(Protocol):
     """What the loader needs of a data set: a length, and samples by index."""
@@ -127,8 +131,9 @@ class MinibatchLoader:
     Attributes: ``lengths`` (int64, of each sample, after truncation), ``num_targets`` (int64, positions with
     a target of each sample, or None where unknown), ``packs`` (whether samples are packed
     here, into :class:`~odcengine.data.MicroBatch`), ``epoch`` and ``index`` (the minibatch that iterating
-    gives next), ``asked_at`` (``time.perf_counter()`` when iterating was last asked for one), and the
-    arguments under their names.
+    gives next), ``asked_at`` (``time.perf_counter()`` when iterating was last asked for one), ``on_load``
+    (called, if set, with start and end of every planning and reading), ``knows_lengths`` (whether ``lengths``
+    are tokens, not just 1 each), and the arguments under their names.
 
     Args:
         dataset: map-style data set (``len`` and indexing).
@@ -208,6 +213,7 @@ class MinibatchLoader:
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
         self.packs = collate_fn is None and _is_token_sample(dataset[0])
         self.lengths, self.num_targets = _measure(dataset, length_fn, self.packs)
+        self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
         self._truncated: frozenset[int] = frozenset()
         self._usable = np.arange(len(self.lengths))
         limits = [limit for limit in (max_length, max_tokens) if limit is not None]
@@ -216,6 +222,7 @@ class MinibatchLoader:
         self.epoch = 0
         self.index = 0
         self.asked_at = -math.inf
+        self.on_load: OnLoad | None = None
         self._current: Minibatch | None = None
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
         if len(self) == 0:
@@ -229,6 +236,11 @@ class MinibatchLoader:
         """Whether the micro-batch handed out last only stands for an empty one (:class:`Minibatch`)."""
         return self._current is not None and self._current.is_dummy
 
+    @property
+    def current(self) -> Minibatch | None:
+        """The minibatch handed out last."""
+        return self._current
+
     def __len__(self) -> int:
         """Minibatches of a whole epoch."""
         full, rest = divmod(len(self._usable), self.train_batch_size)
@@ -240,6 +252,8 @@ class MinibatchLoader:
             # Counted when it is handed out: state is saved after the step that uses it.
             self.index += 1
             self._current = self.minibatch(self.index - 1)
+            if self.on_load is not None:
+                self.on_load(self.asked_at, time.perf_counter(), None)
             yield self._current
         self.epoch += 1
         self.index = 0
@@ -287,7 +301,7 @@ class MinibatchLoader:
             epoch=epoch,
             num_targets_global=None if targets is None else int(targets.sum()),
             num_samples_without_targets=None if targets is None else int((targets == 0).sum()),
-            load=self._load,
+            load=self._timed_load,
             run_empty=self.run_empty,
         )
 
@@ -347,6 +361,13 @@ class MinibatchLoader:
                 order = order[np.argsort(bits, kind="stable")]
             self._order_of_epoch = (epoch, order)
         return self._order_of_epoch[1]
+
+    def _timed_load(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
+        start = time.perf_counter()
+        batch = self._load(minibatch, sample_ids)
+        if self.on_load is not None:
+            self.on_load(start, time.perf_counter(), sample_ids)
+        return batch
 
     def _load(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
         """The micro-batch of some samples of a minibatch; a dummy for none."""

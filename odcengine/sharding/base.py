@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from odcengine.control import EventRecorder
 from odcengine.errors import UsageError
 from odcengine.sharding.layout import ParamEntry, ParamGroup
 
@@ -55,6 +56,9 @@ class Sharding(abc.ABC):
     Order of calls in a minibatch: ``begin``, any number of forwards and backwards, the engine's barrier A,
     ``collect``, ``expose``, the optimizer's step, ``release``, ``publish``.
 
+    Attributes:
+        recorder: gets every gather and push while it is set.
+
     Args:
         model: the sharded model.
         groups: its groups.
@@ -65,6 +69,7 @@ class Sharding(abc.ABC):
         self.groups = list(groups)
         self.trainable: list[ParamEntry] = [entry for group in groups for entry in group.trainable]
         self.blocked = Blocked()
+        self.recorder: EventRecorder | None = None
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._fsdp_modules:
             # Gradients are summed and divided once, by the minibatch's count; without the explicit factor

@@ -35,8 +35,8 @@ class CollectiveSharding(Sharding):
         self.control = control
         if control.topology.world_size > 1:  # else FSDP2 calls no hook
             for group in self.groups:
-                group.module.set_custom_all_gather(_TimedAllGather(self))
-                group.module.set_custom_reduce_scatter(_TimedReduceScatter(self))
+                group.module.set_custom_all_gather(_TimedAllGather(self, group))
+                group.module.set_custom_reduce_scatter(_TimedReduceScatter(self, group))
 
     @torch.no_grad()
     def collect(self) -> torch.Tensor:
@@ -72,7 +72,7 @@ class CollectiveSharding(Sharding):
         self.reshard()
 
     @contextlib.contextmanager
-    def timed(self, what: str) -> Iterator[_Clock]:
+    def timed(self, kind: str, group: ParamGroup) -> Iterator[_Clock]:
         """Time a collective; waiting in it and moving data cannot be told apart.
 
         The host waits inside the backend, which only notices a failure when the connection breaks.
@@ -82,8 +82,11 @@ class CollectiveSharding(Sharding):
         try:
             yield clock
         except RuntimeError as error:
-            self.control.raise_cause(error, what)
-        clock.seconds = time.perf_counter() - start
+            self.control.raise_cause(error, f"{_WORDS[kind]} of {group.label}")
+        end = time.perf_counter()
+        clock.seconds = end - start
+        if self.recorder is not None:
+            self.recorder.add(kind, start, end, group.index)
         self.blocked.wait_s += clock.seconds
         self.control.beat()
 
@@ -93,9 +96,13 @@ class _Clock:
     seconds: float = 0.0
 
 
+_WORDS = {"all_gather": "the all-gather of parameters", "reduce_scatter": "the reduce-scatter of gradients"}
+
+
 class _TimedAllGather(PlainMemory, AllGather):
-    def __init__(self, sharding: CollectiveSharding) -> None:
+    def __init__(self, sharding: CollectiveSharding, group: ParamGroup) -> None:
         self._sharding = sharding
+        self._group = group
 
     def __call__(
         self,
@@ -105,7 +112,7 @@ class _TimedAllGather(PlainMemory, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         blocked = self._sharding.blocked
-        with self._sharding.timed("an all-gather of parameters") as clock:
+        with self._sharding.timed("all_gather", self._group) as clock:
             work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         blocked.num_gathers += 1
         blocked.gather_s += clock.seconds
@@ -113,8 +120,9 @@ class _TimedAllGather(PlainMemory, AllGather):
 
 
 class _TimedReduceScatter(PlainMemory, ReduceScatter):
-    def __init__(self, sharding: CollectiveSharding) -> None:
+    def __init__(self, sharding: CollectiveSharding, group: ParamGroup) -> None:
         self._sharding = sharding
+        self._group = group
 
     def __call__(
         self,
@@ -125,7 +133,7 @@ class _TimedReduceScatter(PlainMemory, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         blocked = self._sharding.blocked
-        with self._sharding.timed("a reduce-scatter of gradients") as clock:
+        with self._sharding.timed("reduce_scatter", self._group) as clock:
             work: dist.Work | None = reduce_scatter(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )

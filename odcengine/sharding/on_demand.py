@@ -133,8 +133,11 @@ class OnDemandSharding(Sharding):
             self.blocked.wait_s += self.transport.barrier(Meeting.LOCKSTEP_GATHER, group.index)
         self.blocked.wait_s += self.transport.gather(self._param_windows[group.index], out, self.epoch)
         self.control.beat()
+        end = time.perf_counter()
         self.blocked.num_gathers += 1
-        self.blocked.gather_s += time.perf_counter() - start
+        self.blocked.gather_s += end - start
+        if self.recorder is not None:
+            self.recorder.add("gather", start, end, group.index)
 
     def push(self, group: ParamGroup, rows: torch.Tensor, offset: int) -> None:
         """Add ``rows`` (``[W, k]``) into the owners' accumulators, from element ``offset`` of each shard."""
@@ -142,7 +145,10 @@ class OnDemandSharding(Sharding):
         self.control.check()
         self.blocked.wait_s += self.transport.scatter_add(self._accumulators[group.index], rows, offset)
         self.control.beat()
-        self.blocked.push_s += time.perf_counter() - start
+        end = time.perf_counter()
+        self.blocked.push_s += end - start
+        if self.recorder is not None:
+            self.recorder.add("push", start, end, group.index)
 
     def enter_push(self, group: ParamGroup) -> None:
         """In lock-step, meet all ranks before the group's gradients are handed over."""
