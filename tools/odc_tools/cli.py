@@ -11,6 +11,7 @@ from odcengine._version import __version__
 from odcengine.errors import ConfigError
 
 COMMANDS = {
+    "report": ("odc_tools.report", "draw pictures of what a run has written"),
     "selftest": ("odc_tools.selftest", "test odcengine on this machine: transport, leaks, failures"),
 }
 """Name -> module with ``add_arguments(parser)`` and ``run(options) -> exit code``, and one line of help."""
