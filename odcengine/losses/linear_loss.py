@@ -50,7 +50,7 @@ def linear_cross_entropy_sum(
         Scalar, float32 (float64 for float64 weights); 0 with a graph where nothing has a target.
 
     Raises:
-        UsageError: shapes that do not fit.
+        UsageError: shapes that do not fit; in a second backward through one forward.
     """
     if hidden.shape[:-1] != labels.shape:
         raise UsageError(
@@ -113,6 +113,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             if for_weight:
                 several = len(positions) < num_targets
                 grad_weight = _add_product(grad_weight, grad_logits, inputs, dtype if several else None)
+        ctx.ended = False
         ctx.save_for_backward(
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -123,7 +124,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In place: the buffers are as large as the weight, and a second backward is refused by autograd.
+        if ctx.ended:
+            raise UsageError(
+                "linear_cross_entropy_sum: a second backward through one forward; its gradients went to the "
+                "first. Run the forward again"
+            )
+        ctx.ended = True
+        # In place: the buffers are as large as the weight.
         scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
         return (*scaled, None, None, None, None)
 

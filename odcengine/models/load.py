@@ -107,8 +107,13 @@ def enable_checkpointing(model: nn.Module) -> None:
 
 def vocabulary_size(model: nn.Module) -> int:
     """Rows of the input embedding of a model of transformers: one more than the largest token id."""
-    get: Any = getattr(model, "get_input_embeddings", None)
-    return len(get().weight)
+    for module in model.modules():  # the model may be wrapped
+        get: Any = getattr(module, "get_input_embeddings", None)
+        if callable(get):
+            return len(get().weight)
+    raise ConfigError(
+        f"model: {type(model).__name__} is no model of transformers: it has no input embeddings"
+    )
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
