@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from odcengine.data import IGNORE_INDEX, pack_samples
+from odcengine.data import IGNORE_INDEX, MicroBatch, pack_samples
 from odcengine.errors import UsageError
+from odcengine.losses import causal_lm_loss_sum
+from odcengine.models import prepare_model
 
 
 def make_samples(lengths: list[int]) -> list[dict[str, Any]]:
@@ -118,3 +120,61 @@ def test_bad_arguments() -> None:
         pack_samples([], pad_to_multiple_of=0)
     with pytest.raises(UsageError, match="1 samples, but 2 sample_ids"):
         pack_samples(make_samples([1]), sample_ids=[1, 2])
+
+
+# ---- user case 10 through a model ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A tiny Llama in fp32 whose attention honours boundaries."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return prepare_model(transformers.LlamaForCausalLM(config).eval())
+
+
+def logits(model: Any, batch: MicroBatch) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(**batch.model_inputs(), use_cache=False).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 2], [1, 1, 1]])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_case_10_samples_do_not_see_each_other(model: Any, lengths: list[int], multiple: int) -> None:
+    """Changing the first sample changes no logit of the others by more than 1e-5."""
+    samples = make_samples(lengths)
+    before = logits(model, pack_samples(samples, pad_to_multiple_of=multiple))
+    samples[0] = {"input_ids": samples[0]["input_ids"][::-1] + 5}
+    after = logits(model, pack_samples(samples, pad_to_multiple_of=multiple))
+    first = lengths[0]
+    assert (after[first:] - before[first:]).abs().max() <= 1e-5
+    assert (after[:first] - before[:first]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 2], [1, 1, 1]])
+def test_case_10_padding_never_counts(model: Any, lengths: list[int]) -> None:
+    """Loss, gradient and counts are those of the row without padding, whatever the padding's tokens."""
+    results = []
+    for multiple, token in ((1, 0), (8, 0), (8, 7), (64, 31)):
+        batch = pack_samples(make_samples(lengths), pad_to_multiple_of=multiple, pad_token_id=token)
+        model.zero_grad()
+        loss = causal_lm_loss_sum(model, batch)
+        torch.autograd.backward(loss)
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        results.append((loss.item(), gradient, batch.num_tokens, batch.num_targets, batch.num_samples))
+    loss, gradient, *counts = results[0]
+    assert counts == [sum(lengths), sum(lengths) - 3, 3]
+    assert (loss > 0) == (gradient.abs().max().item() > 0) == (counts[1] > 0)
+    for other_loss, other_gradient, *other_counts in results[1:]:
+        assert other_counts == counts
+        assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-9)
+        torch.testing.assert_close(other_gradient, gradient, atol=1e-6, rtol=1e-5)
