@@ -52,7 +52,7 @@ def test_pending_collective_does_not_keep_a_failed_rank_alive(tmp_path: Path) ->
         "--log-dir",
         str(tmp_path / "logs"),
         "--grace-s",
-        "0.5",
+        "20",
         "--oversubscribe",
     ]
     with subprocess.Popen(
