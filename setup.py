@@ -55,6 +55,7 @@ setup(
         "pyyaml>=6",
         "sentencepiece>=0.2",
         "safetensors>=0.4.5",
+        "pyarrow>=16",
     ],
     extras_require=EXTRAS,
     entry_points={

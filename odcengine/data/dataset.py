@@ -1,23 +1,27 @@
 """Tokenised samples, in memory or memory-mapped from disk.
 
-On disk a data set is a directory:
+On disk a data set is a directory of two files:
 
-``meta.json``        format, version, number of samples and tokens, type of the tokens, largest token id
-``tokens.bin``       the tokens of all samples one after the other, little endian
-``loss_mask.bin``    one byte a token: 1 where the token is to be learned
-``offsets.npy``      int64 ``[num_samples + 1]``: where each sample starts in the two files
-``num_targets.npy``  int64 ``[num_samples]``: how many positions of each sample have a target
+``samples.arrow``    Arrow IPC file with a row a sample: ``input_ids`` (large_list<uint32>), ``loss_mask``
+                     (large_list<uint8>, 1 where the token is to be learned) and ``num_targets`` (int64).
+                     Not compressed, so that it is read where it lies. Any reader of Arrow opens it.
+``meta.json``        format, version, totals, largest token id, size of the Arrow file in bytes, and where the
+                     samples came from (``odc prepare`` says it; null otherwise)
 
 It is written under a temporary name and renamed at the end, so an interrupted write leaves no half data set.
 """
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,62 +30,138 @@ import numpy.typing as npt
 from odcengine.errors import ConfigError, UsageError
 
 _FORMAT = "odcengine-tokens"
-_VERSION = 1
-_DTYPE = np.dtype("<u4")
+_VERSION = 2
+_META, _SAMPLES = "meta.json", "samples.arrow"
+_TOKENS_PER_RECORD_BATCH = 2**20  # of the Arrow file: few enough batches to list, small enough to hold
+_SAMPLES_PER_RECORD_BATCH = 2**16
+_TOKEN = np.dtype(np.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBatch:
+    """Samples one after the other: what is written at once, and what a piece of a data set is made of.
+
+    Args:
+        tokens: uint32 ``[n]``, the tokens of all samples.
+        loss_mask: uint8 ``[n]``, 1 where the token is to be learned.
+        offsets: int64 ``[num_samples + 1]``, where each sample starts; from 0 to ``n``.
+
+    Raises:
+        UsageError: arrays that do not fit together, or a sample without tokens.
+    """
+
+    tokens: npt.NDArray[np.uint32]
+    loss_mask: npt.NDArray[np.uint8]
+    offsets: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        tokens, mask, offsets = self.tokens, self.loss_mask, self.offsets
+        if not len(offsets) or offsets[0] != 0 or not len(tokens) == len(mask) == offsets[-1]:
+            raise UsageError(
+                f"TokenBatch: {len(tokens)} tokens, {len(mask)} mask entries and offsets {offsets[:1]}..."
+                f"{offsets[-1:]} do not fit together; offsets run from 0 to the number of tokens"
+            )
+        if (self.lengths < 1).any():
+            raise UsageError(f"TokenBatch: sample {int(np.argmin(self.lengths))} has no tokens")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample, int64 ``[num_samples]``."""
+        return np.diff(self.offsets)
+
+    def count_targets(self) -> npt.NDArray[np.int64]:
+        """Tokens to be learned of each sample, without its first token; int64 ``[num_samples]``."""
+        if not len(self):
+            return np.zeros(0, dtype=np.int64)
+        learned = (self.loss_mask != 0).astype(np.int64)
+        counts: npt.NDArray[np.int64] = (
+            np.add.reduceat(learned, self.offsets[:-1]) - learned[self.offsets[:-1]]
+        )
+        return counts
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> TokenBatch:
+        """A batch of samples given as pairs of tokens (uint32) and loss mask (uint8)."""
+        return cls(
+            np.concatenate([np.zeros(0, _TOKEN), *(tokens for tokens, _ in pairs)]),
+            np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in pairs)]),
+            np.cumsum([0, *(len(tokens) for tokens, _ in pairs)], dtype=np.int64),
+        )
+
+    @classmethod
+    def join(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
+        """The samples of several batches in one."""
+        if len(batches) == 1:
+            return batches[0]
+        lengths = [np.zeros(1, np.int64), *(batch.lengths for batch in batches)]
+        return cls(
+            np.concatenate([np.zeros(0, _TOKEN), *(batch.tokens for batch in batches)]),
+            np.concatenate([np.zeros(0, np.uint8), *(batch.loss_mask for batch in batches)]),
+            np.cumsum(np.concatenate(lengths)),
+        )
 
 
 class TokenDataset:
     """A map-style data set of token sequences with loss masks.
 
-    ``dataset[i]`` is ``{"input_ids": uint32 [l], "loss_mask": bool [l]}``, read-only views. A target is a
-    token that is to be learned and that another token of the same sample precedes.
+    ``dataset[i]`` is ``{"input_ids": uint32 [l], "loss_mask": bool [l]}``; the tokens are a view of the file.
+    A target is a token that is to be learned and that another token of the same sample precedes.
 
     Args:
-        tokens: the tokens of all samples one after the other, 1-D integers.
-        loss_mask: same length, true where the token is to be learned.
-        offsets: int64 ``[num_samples + 1]``, where each sample starts.
+        batches: the samples; :meth:`open`, :meth:`write` and :meth:`from_samples` make them.
         num_targets: int64 ``[num_samples]``, as counted; counted here if None.
+        metadata: what ``meta.json`` says, where there is one.
+        path: the directory that it was opened from.
     """
 
     def __init__(
         self,
-        tokens: npt.NDArray[Any],
-        loss_mask: npt.NDArray[Any],
-        offsets: npt.NDArray[np.int64],
+        batches: Sequence[TokenBatch],
         num_targets: npt.NDArray[np.int64] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        path: Path | None = None,
     ) -> None:
-        if len(offsets) < 1 or offsets[0] != 0 or not len(tokens) == len(loss_mask) == offsets[-1]:
-            raise UsageError(
-                f"TokenDataset: {len(tokens)} tokens, {len(loss_mask)} mask entries and offsets "
-                f"{offsets[:1]}...{offsets[-1:]} do not fit together; offsets run "
-                "from 0 to the number of tokens"
-            )
-        self._tokens = tokens
-        self._loss_mask = loss_mask
-        self._offsets = offsets
-        self.lengths: npt.NDArray[np.int64] = np.diff(offsets)
+        none = np.zeros(0, dtype=np.int64)
+        self._batches = tuple(batches)
+        self._firsts = np.cumsum([0, *map(len, self._batches)]).tolist()
+        self.lengths: npt.NDArray[np.int64] = np.concatenate([none, *(b.lengths for b in self._batches)])
         """Tokens of each sample, int64 ``[num_samples]``."""
-        if len(self.lengths) and self.lengths.min() < 1:
-            raise UsageError(f"TokenDataset: sample {int(np.argmin(self.lengths))} has no tokens")
         self.num_targets: npt.NDArray[np.int64] = (
-            _count_targets(loss_mask, offsets) if num_targets is None else num_targets
+            np.concatenate([none, *(b.count_targets() for b in self._batches)])
+            if num_targets is None
+            else num_targets
         )
         """Positions with a target of each sample, int64 ``[num_samples]``."""
+        self.metadata: dict[str, Any] = dict(metadata or {})
+        """What ``meta.json`` says; empty in memory."""
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What lies on disk is opened again by a worker process, not sent to it.
+        if self._path is not None:
+            return TokenDataset.open, (self._path.absolute(),)
+        return TokenDataset, (self._batches, self.num_targets)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return int(self._firsts[-1])
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
         index %= len(self)
-        piece = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
-        return {"input_ids": self._tokens[piece], "loss_mask": self._loss_mask[piece].astype(bool)}
+        which = bisect.bisect_right(self._firsts, index) - 1
+        batch, row = self._batches[which], index - self._firsts[which]
+        piece = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
+        return {"input_ids": batch.tokens[piece], "loss_mask": batch.loss_mask[piece] != 0}
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
-        return int(self._offsets[-1])
+        return int(self.lengths.sum())
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check that a model with so many token embeddings can read every sample.
@@ -92,15 +172,17 @@ class TokenDataset:
         Raises:
             ConfigError: a token id is outside the vocabulary; names the sample and both numbers.
         """
-        if not len(self._tokens):
-            return
-        position = int(np.argmax(self._tokens))
-        if int(self._tokens[position]) >= vocab_size:
-            sample = int(np.searchsorted(self._offsets, position, side="right")) - 1
-            raise ConfigError(
-                f"data: sample {sample} has the token id {int(self._tokens[position])}, but the model's "
-                f"vocabulary ends at {vocab_size - 1}; tokenise with the model's own tokenizer"
-            )
+        largest = self.metadata.get("max_token_id")
+        if isinstance(largest, int) and largest < vocab_size:
+            return  # known from writing: the file need not be read
+        for first, batch in zip(self._firsts, self._batches, strict=False):
+            outside = np.flatnonzero(batch.tokens >= vocab_size)
+            if len(outside):
+                sample = first + int(np.searchsorted(batch.offsets, outside[0], side="right")) - 1
+                raise ConfigError(
+                    f"data: sample {sample} has the token id {int(batch.tokens[outside[0]])}, but the "
+                    f"model's vocabulary ends at {vocab_size - 1}; tokenise with the model's own tokenizer"
+                )
 
     @classmethod
     def from_samples(cls, samples: Iterable[Mapping[str, Any]]) -> TokenDataset:
@@ -109,20 +191,11 @@ class TokenDataset:
         Args:
             samples: as :meth:`write` takes them.
         """
-        tokens: list[npt.NDArray[Any]] = []
-        masks: list[npt.NDArray[np.uint8]] = []
-        for sample_tokens, sample_mask in _checked(samples):
-            tokens.append(sample_tokens)
-            masks.append(sample_mask)
-        return cls(
-            np.concatenate([np.zeros(0, _DTYPE), *tokens]),
-            np.concatenate([np.zeros(0, np.uint8), *masks]),
-            np.cumsum([0, *map(len, tokens)], dtype=np.int64),
-        )
+        return cls([TokenBatch.of(list(_checked(samples)))])
 
     @classmethod
     def write(cls, path: str | os.PathLike[str], samples: Iterable[Mapping[str, Any]]) -> TokenDataset:
-        """Write samples to a directory, one at a time, and open it.
+        """Write samples to a directory, a batch at a time, and open it.
 
         An existing data set of that name is replaced; anything else is not touched.
 
@@ -136,87 +209,209 @@ class TokenDataset:
             The data set as :meth:`open` gives it.
 
         Raises:
+            ConfigError: pyarrow is not installed.
             UsageError: a sample that does not fit the above (named by its index), or a ``path`` that exists
                 and is no data set.
         """
-        path = Path(path)
-        if path.exists() and not (path / "meta.json").is_file():
-            raise UsageError(f"{path} exists and is no data set of odcengine; choose another name")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.mkdir(parents=True)
-        try:
-            lengths: list[int] = []
-            num_targets: list[int] = []
-            max_token_id = -1
-            with (
-                open(temporary / "tokens.bin", "wb") as tokens_file,
-                open(temporary / "loss_mask.bin", "wb") as mask_file,
-            ):
-                for tokens, mask in _checked(samples):
-                    tokens_file.write(tokens.tobytes())
-                    mask_file.write(mask.tobytes())
-                    lengths.append(len(tokens))
-                    num_targets.append(int(mask[1:].sum()))
-                    max_token_id = max(max_token_id, int(tokens.max()))
-            np.save(temporary / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
-            np.save(temporary / "num_targets.npy", np.asarray(num_targets, dtype=np.int64))
-            meta = {
-                "format": _FORMAT,
-                "version": _VERSION,
-                "num_samples": len(lengths),
-                "num_tokens": sum(lengths),
-                "max_token_id": max_token_id,
-                "token_dtype": _DTYPE.str,
-            }
-            (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-            if path.exists():
-                shutil.rmtree(path)
-            temporary.rename(path)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        with DatasetWriter(path) as writer:
+            pairs: list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]] = []
+            for pair in _checked(samples):
+                pairs.append(pair)
+                if len(pairs) == 256:
+                    writer.add(TokenBatch.of(pairs))
+                    pairs = []
+            writer.add(TokenBatch.of(pairs))
+            writer.finish()
         return cls.open(path)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> TokenDataset:
-        """Open a directory that :meth:`write` made; tokens stay on disk and are mapped into memory.
+        """Open a directory that :meth:`write` or ``odc prepare`` made.
+
+        Samples stay on disk and are mapped into memory; only their lengths and numbers of targets are read.
 
         Raises:
-            ConfigError: no such directory, another format or version, or files of the wrong size.
+            ConfigError: no such directory, another format or version, damaged files, or no pyarrow.
         """
         path = Path(path)
         try:
-            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+            meta = json.loads((path / _META).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: not a data set of odcengine ({error})") from error
-        if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (_FORMAT, _VERSION):
-            raise ConfigError(f"{path}: meta.json is not of format {_FORMAT}, version {_VERSION}")
+        if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
+            raise ConfigError(f"{path}: not a data set of odcengine (meta.json is not of format {_FORMAT})")
+        if meta.get("version") != _VERSION:
+            raise ConfigError(
+                f"{path}: a data set of version {meta.get('version')}, but this odcengine reads version "
+                f"{_VERSION}; prepare it again"
+            )
         try:
-            offsets = np.load(path / "offsets.npy")
-            num_targets = np.load(path / "num_targets.npy")
-            tokens = _map(path / "tokens.bin", np.dtype(meta["token_dtype"]), meta["num_tokens"])
-            loss_mask = _map(path / "loss_mask.bin", np.dtype(np.uint8), meta["num_tokens"])
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            size = (path / _SAMPLES).stat().st_size
+            if size != meta["num_bytes"]:
+                raise ValueError(f"{_SAMPLES} has {size} bytes instead of {meta['num_bytes']}")
+            batches, num_targets = _map_samples(path / _SAMPLES)
+            dataset = cls(batches, num_targets, metadata=meta, path=path)
+            found = {"num_samples": len(dataset), "num_tokens": dataset.num_tokens}
+            wrong = [
+                f"{value} {name} instead of {meta[name]}"
+                for name, value in found.items()
+                if value != meta[name]
+            ]
+            if wrong:
+                raise ValueError(f"{_SAMPLES} has {' and '.join(wrong)}")
+        except (OSError, KeyError, TypeError, ValueError, UsageError) as error:
             raise ConfigError(f"{path}: damaged data set ({error}); prepare it again") from error
-        if len(offsets) != meta["num_samples"] + 1 or len(num_targets) != meta["num_samples"]:
-            raise ConfigError(f"{path}: damaged data set (offsets do not fit meta.json); prepare it again")
-        return cls(tokens, loss_mask, offsets, num_targets)
+        return dataset
 
 
-def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    if path.stat().st_size != count * dtype.itemsize:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {count * dtype.itemsize}")
-    # A mapping of an empty file is an error of the operating system.
-    return np.memmap(path, dtype=dtype, mode="r") if count else np.zeros(0, dtype)
+class DatasetWriter:
+    """Writes a data set batch by batch; a context manager that leaves nothing behind unless it finishes.
+
+    The same batches in the same order give the same bytes.
+
+    Args:
+        path: the directory to make. An existing data set of that name is replaced at the end.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        UsageError: ``path`` exists and is no data set.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if os.path.lexists(self.path) and not is_dataset(self.path):
+            raise UsageError(f"{self.path} exists and is no data set of odcengine; choose another name")
+        arrow = import_pyarrow()
+        self._arrow = arrow
+        self._schema = _schema(arrow)
+        self._temporary = _beside(self.path, "tmp")
+        self._temporary.mkdir(parents=True)
+        self._writer = arrow.ipc.new_file(str(self._temporary / _SAMPLES), self._schema)
+        self._pending: list[TokenBatch] = []
+        self._num_pending = (0, 0)
+        self._num_samples = self._num_tokens = self._num_targets = 0
+        self._max_token_id = -1
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)  # renamed already if it was finished
+
+    def add(self, batch: TokenBatch) -> None:
+        """Append samples."""
+        if not len(batch):
+            return
+        self._pending.append(batch)
+        samples, tokens = self._num_pending
+        self._num_pending = samples + len(batch), tokens + len(batch.tokens)
+        if samples >= _SAMPLES_PER_RECORD_BATCH or self._num_pending[1] >= _TOKENS_PER_RECORD_BATCH:
+            self._flush()
+
+    def finish(self, source: Mapping[str, Any] | None = None) -> None:
+        """Complete the files and give them their name.
+
+        Args:
+            source: where the samples came from, for ``meta.json``; what JSON can hold.
+        """
+        self._flush()
+        self._writer.close()
+        meta = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "num_samples": self._num_samples,
+            "num_tokens": self._num_tokens,
+            "num_targets": self._num_targets,
+            "max_token_id": self._max_token_id,
+            "num_bytes": (self._temporary / _SAMPLES).stat().st_size,
+            "source": source,
+        }
+        (self._temporary / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        old = None
+        if self.path.exists():
+            old = _beside(self.path, "old")
+            self.path.rename(old)
+        self._temporary.rename(self.path)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        batch, arrow = TokenBatch.join(self._pending), self._arrow
+        num_targets = batch.count_targets()
+        offsets = arrow.array(batch.offsets)
+        columns = [
+            arrow.LargeListArray.from_arrays(offsets, arrow.array(batch.tokens)),
+            arrow.LargeListArray.from_arrays(offsets, arrow.array(batch.loss_mask)),
+            arrow.array(num_targets),
+        ]
+        self._writer.write_batch(arrow.record_batch(columns, schema=self._schema))
+        self._num_samples += len(batch)
+        self._num_tokens += len(batch.tokens)
+        self._num_targets += int(num_targets.sum())
+        self._max_token_id = max(self._max_token_id, int(batch.tokens.max()))
+        self._pending, self._num_pending = [], (0, 0)
 
 
-def _count_targets(loss_mask: npt.NDArray[Any], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Tokens to be learned of each sample, without the sample's first token."""
-    if len(offsets) == 1:
-        return np.zeros(0, dtype=np.int64)
-    learned = (np.asarray(loss_mask) != 0).astype(np.int64)
-    counts: npt.NDArray[np.int64] = np.add.reduceat(learned, offsets[:-1]) - learned[offsets[:-1]]
-    return counts
+def is_dataset(path: Path) -> bool:
+    """Whether a directory is a data set of odcengine, of any version."""
+    try:
+        meta = json.loads((path / _META).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(meta, dict) and meta.get("format") == _FORMAT
+
+
+def import_pyarrow() -> Any:
+    """The module pyarrow.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise ConfigError(
+            f"data sets on disk need pyarrow, a requirement of odcengine that is missing here ({error}); "
+            "pip install 'pyarrow>=16'"
+        ) from error
+    return pyarrow
+
+
+def _schema(arrow: Any) -> Any:
+    return arrow.schema(
+        [
+            ("input_ids", arrow.large_list(arrow.uint32())),
+            ("loss_mask", arrow.large_list(arrow.uint8())),
+            ("num_targets", arrow.int64()),
+        ]
+    )
+
+
+def _map_samples(path: Path) -> tuple[list[TokenBatch], npt.NDArray[np.int64]]:
+    """The record batches of a file as views of its memory map, and the numbers of targets."""
+    arrow = import_pyarrow()
+    reader = arrow.ipc.open_file(arrow.memory_map(str(path)))
+    if reader.schema != _schema(arrow):
+        raise ValueError(f"{path.name} has the columns {', '.join(map(str, reader.schema))}")
+    batches, num_targets = [], [np.zeros(0, np.int64)]
+    for index in range(reader.num_record_batches):
+        tokens, mask, targets = reader.get_batch(index).columns
+        offsets = tokens.offsets.to_numpy()
+        if not np.array_equal(offsets, mask.offsets.to_numpy()):
+            raise ValueError(f"record batch {index}: input_ids and loss_mask have different lengths")
+        batches.append(TokenBatch(tokens.values.to_numpy(), mask.values.to_numpy(), offsets))
+        num_targets.append(targets.to_numpy())
+    return batches, np.concatenate(num_targets)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    """A new name in the same folder, hence on the same file system."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{suffix}")
 
 
 def _checked(
@@ -230,17 +425,17 @@ def _checked(
                 f"sample {index}: input_ids has shape {list(tokens.shape)} and type {tokens.dtype}, "
                 "but must be 1-D integers, at least one"
             )
-        if tokens.min() < 0 or tokens.max() > np.iinfo(_DTYPE).max:
+        if tokens.min() < 0 or tokens.max() > np.iinfo(_TOKEN).max:
             raise UsageError(
                 f"sample {index}: token ids run from {tokens.min()} to {tokens.max()}; not storable"
             )
         if sample.get("labels") is not None:
             labels = np.asarray(sample["labels"])
-            mask = labels != -100
-            if labels.shape != tokens.shape or (labels[mask] != tokens[mask]).any():
+            if labels.shape != tokens.shape or ((labels != -100) & (labels != tokens)).any():
                 raise UsageError(
                     f"sample {index}: labels must have the shape of input_ids and hold the same token or -100"
                 )
+            mask = labels != -100
         elif sample.get("loss_mask") is not None:
             mask = np.asarray(sample["loss_mask"]) != 0
             if mask.shape != tokens.shape:
@@ -250,4 +445,4 @@ def _checked(
                 )
         else:
             mask = np.ones(len(tokens), dtype=bool)
-        yield tokens.astype(_DTYPE), mask.astype(np.uint8)
+        yield tokens.astype(_TOKEN), mask.astype(np.uint8)

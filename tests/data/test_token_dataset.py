@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 
 from odcengine.data import TokenDataset
+from odcengine.data import dataset as dataset_module
+from odcengine.data.dataset import DatasetWriter, TokenBatch
 from odcengine.errors import ConfigError, UsageError
 
 SAMPLES: list[dict[str, Any]] = [
@@ -105,24 +110,116 @@ def test_token_outside_the_vocabulary() -> None:
         dataset.check_vocabulary(100)
 
 
+def test_large_sets_in_many_record_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples are found over record batches, and read as views of the mapped file."""
+    monkeypatch.setattr(dataset_module, "_TOKENS_PER_RECORD_BATCH", 5000)
+    rng = np.random.default_rng(0)
+    samples = [
+        {"input_ids": rng.integers(100, size=n), "loss_mask": rng.integers(2, size=n)}
+        for n in rng.integers(1, 100, size=2000)
+    ]
+    memory = TokenDataset.from_samples(samples)
+    disk = TokenDataset.write(tmp_path / "tokens", iter(samples))
+    assert len(disk._batches) > 5
+    for dataset in (memory, disk, pickle.loads(pickle.dumps(disk)), pickle.loads(pickle.dumps(memory))):
+        assert len(dataset) == 2000
+        assert dataset.lengths.tolist() == [len(sample["input_ids"]) for sample in samples]
+        assert dataset.num_targets.tolist() == [int(sample["loss_mask"][1:].sum()) for sample in samples]
+        for index in [*range(-2000, 2000, 7), 1999]:
+            assert dataset[index]["input_ids"].tolist() == samples[index]["input_ids"].tolist()
+            assert dataset[index]["loss_mask"].tolist() == samples[index]["loss_mask"].astype(bool).tolist()
+    assert len(pickle.dumps(disk)) < 1000  # its path, not its tokens
+    tokens = disk[1234]["input_ids"]
+    assert tokens.base is not None
+    assert not tokens.flags.writeable
+
+
+def test_any_reader_of_arrow(tmp_path: Path) -> None:
+    TokenDataset.write(tmp_path / "tokens", SAMPLES)
+    with pyarrow.ipc.open_file(tmp_path / "tokens" / "samples.arrow") as reader:
+        table = reader.read_all()
+    assert table.to_pydict() == {
+        "input_ids": [[1, 2, 3], [70000], [4, 5, 6, 7], [8, 9]],
+        "loss_mask": [[0, 1, 1], [1], [0, 0, 1, 1], [1, 1]],
+        "num_targets": [2, 0, 2, 1],
+    }
+
+
+def test_vocabulary_on_disk(tmp_path: Path) -> None:
+    dataset = TokenDataset.write(tmp_path / "tokens", SAMPLES)
+    assert dataset.metadata["max_token_id"] == 70000
+    dataset.check_vocabulary(70001)
+    with pytest.raises(ConfigError, match="sample 1 has the token id 70000"):
+        dataset.check_vocabulary(70000)
+
+
 def test_damage_is_found(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     with pytest.raises(ConfigError, match="not a data set"):
         TokenDataset.open(path)
     TokenDataset.write(path, SAMPLES)
-    with open(path / "tokens.bin", "ab") as file:
-        file.write(b"1234")
-    with pytest.raises(ConfigError, match=r"tokens.bin has 44 bytes instead of 40.*prepare it again"):
+    samples, meta = path / "samples.arrow", json.loads((path / "meta.json").read_text())
+    content = samples.read_bytes()
+    samples.write_bytes(content[:-4])
+    with pytest.raises(
+        ConfigError, match=rf"has {len(content) - 4} bytes instead of {len(content)}\); prepare"
+    ):
         TokenDataset.open(path)
+    samples.write_bytes(bytes(len(content)))
+    with pytest.raises(ConfigError, match=r"damaged data set \(.*prepare it again"):
+        TokenDataset.open(path)
+    samples.write_bytes(content)
+    for change, message in (
+        ({"version": 1}, "a data set of version 1, but this odcengine reads version 2; prepare it again"),
+        ({"format": "other"}, "not of format odcengine-tokens"),
+        ({"num_samples": 5}, "has 4 num_samples instead of 5"),
+        ({"num_tokens": 11}, "has 10 num_tokens instead of 11"),
+    ):
+        (path / "meta.json").write_text(json.dumps({**meta, **change}))
+        with pytest.raises(ConfigError, match=message):
+            TokenDataset.open(path)
+    del meta["num_bytes"]
+    (path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match="damaged data set"):
+        TokenDataset.open(path)
+
+
+def test_foreign_arrow_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    TokenDataset.write(path, SAMPLES)
+    table = pyarrow.table({"text": ["a"]})
+    with pyarrow.ipc.new_file(path / "samples.arrow", table.schema) as writer:
+        writer.write_table(table)
     meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps({**meta, "version": 9}))
-    with pytest.raises(ConfigError, match="not of format odcengine-tokens, version 1"):
+    meta["num_bytes"] = (path / "samples.arrow").stat().st_size
+    (path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=r"samples.arrow has the columns .*text: string"):
         TokenDataset.open(path)
+
+
+def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data in memory need none; on disk the error says what to install."""
+    TokenDataset.write(tmp_path / "tokens", SAMPLES)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    check(TokenDataset.from_samples(SAMPLES))
+    for action in (
+        lambda: TokenDataset.open(tmp_path / "tokens"),
+        lambda: TokenDataset.write(tmp_path / "b", []),
+    ):
+        with pytest.raises(ConfigError, match=r"data sets on disk need pyarrow, .* pip install 'pyarrow>="):
+            action()
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+
+
+def test_abandoned_writer_leaves_nothing(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "tokens") as writer:
+        writer.add(TokenBatch.of([(np.ones(3, np.uint32), np.ones(3, np.uint8))]))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_arrays_that_do_not_fit() -> None:
-    tokens, mask = np.arange(3), np.ones(3)
+    tokens, mask = np.arange(3, dtype=np.uint32), np.ones(3, dtype=np.uint8)
     with pytest.raises(UsageError, match="do not fit together"):
-        TokenDataset(tokens, mask, np.array([0, 2]))
+        TokenBatch(tokens, mask, np.array([0, 2]))
     with pytest.raises(UsageError, match="sample 1 has no tokens"):
-        TokenDataset(tokens, mask, np.array([0, 2, 2, 3]))
+        TokenBatch(tokens, mask, np.array([0, 2, 2, 3]))

@@ -1,0 +1,458 @@
+"""``odc prepare``: raw data -> tokens with loss masks, as a data set on disk.
+
+The main process reads chunks of raw lines and writes; workers parse and tokenise. Results are taken in the
+order of the chunks, so the files are the same, byte for byte, for any number of workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from odc_tools._sources import Chunk, Source, open_sources
+from odcengine._version import __version__
+from odcengine.data.dataset import DatasetWriter, TokenDataset, is_dataset
+from odcengine.data.records import TOO_LONG, Tokenized, check_tokenizer, kind_of, tokenize_records
+from odcengine.data.tokenizer import TextTokenizer, load_tokenizer
+from odcengine.errors import ConfigError, OdcError
+
+_CHUNK_TIMEOUT_S = 600.0  # a chunk is about a megabyte of text: a second at most
+_CHUNKS_AHEAD = 4  # a worker, so that reading goes on while the oldest chunk is awaited
+_LINE_EVERY_S = 10.0  # of progress, where there is no bar
+_PR_SET_PDEATHSIG = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
+        help="a JSONL file (also .gz), a directory that save_to_disk of Hugging Face's datasets wrote, or "
+        "hf:NAME for load_dataset",
+    )
+    parser.add_argument("--out", metavar="DIR", help="the data set to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace a data set that is there already")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="a sentencepiece .model file, or a directory of transformers"
+    )
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja text used instead of the tokenizer's")
+    parser.add_argument(
+        "--model", metavar="DIR", help="check that the tokenizer fits this model (config.json)"
+    )
+    parser.add_argument("--max-length", type=int, metavar="N", help="limit of tokens in a sample")
+    parser.add_argument(
+        "--too-long",
+        choices=TOO_LONG,
+        default="error",
+        help="what to do with a sample over --max-length (default: %(default)s)",
+    )
+    parser.add_argument("--subset", metavar="NAME", help="configuration of hf:NAME")
+    parser.add_argument("--split", metavar="NAME", help="split of Hugging Face data sets")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--info", metavar="DIR", help="print what a prepared data set is, and nothing else")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prepares a data set, or prints what one is.
+
+    Returns:
+        0, or 1 where a worker failed.
+    """
+    if options.info is not None:
+        if options.inputs or options.out:
+            raise ConfigError("--info DIR goes alone, without inputs and --out")
+        print(_info(Path(options.info)))
+        return 0
+    try:
+        print(prepare(options))
+    except _WorkerError as error:
+        print(f"odc prepare: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a worker has to know."""
+
+    tokenizer: Path
+    chat_template: str | None
+    max_length: int | None
+    too_long: str
+
+    def describe(self) -> dict[str, Any]:
+        template = None if self.chat_template is None else self.chat_template.encode()
+        return {
+            "max_length": self.max_length,
+            "too_long": self.too_long,
+            "chat_template_sha256": None if template is None else hashlib.sha256(template).hexdigest(),
+        }
+
+
+class _WorkerError(OdcError):
+    """A worker process died or hangs."""
+
+
+# ---- the whole ---------------------------------------------------------------------------------------
+
+
+def prepare(options: argparse.Namespace) -> str:
+    """Make a data set.
+
+    Args:
+        options: as :func:`add_arguments` declares them.
+
+    Returns:
+        What was made, for the user.
+
+    Raises:
+        ConfigError: a mistake in the options or the data.
+    """
+    settings, out, workers = _check(options)
+    # Tokenizers would start threads of their own, which do not survive a fork, in every worker.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = _tokenizer(settings.tokenizer, settings.chat_template)
+    if options.model is not None:
+        _check_model(tokenizer, Path(options.model))
+    sources = open_sources(options.inputs, subset=options.subset, split=options.split)
+    kinds = {source: _first_kind(source, tokenizer) for source in sources}
+    started = time.perf_counter()
+    counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
+    records: dict[Source, int] = dict.fromkeys(sources, 0)
+    with DatasetWriter(out) as writer, _Pool(workers) as pool, _Progress(sources) as progress:
+        descriptions = [pool.submit(source.describe) for source in sources]
+        jobs = (
+            (chunk, functools.partial(_tokenize, settings, kind, chunk))
+            for source in sources
+            if (kind := kinds[source]) is not None
+            for chunk in source.chunks()
+        )
+        with closing(pool.map(jobs)) as results:
+            for chunk, done in results:
+                writer.add(done.batch)
+                records[chunk.source] += done.num_records
+                for name in _COUNTS:
+                    counts[name] += getattr(done, name)
+                progress.show(chunk, counts["num_records"], len(done.batch.tokens))
+        _check_not_empty(counts, options)
+        inputs = [
+            {**pool.result(description), "kind": kinds[source], "num_records": records[source]}
+            for source, description in zip(sources, descriptions, strict=True)
+        ]
+        writer.finish(_source(tokenizer, settings, inputs, counts))
+    seconds = time.perf_counter() - started
+    dataset = TokenDataset.open(out)
+    return (
+        f"{_describe(dataset)}\n"
+        f"speed       {counts['num_records'] / seconds:,.0f} samples/s, {dataset.num_tokens / seconds:,.0f} "
+        f"tokens/s ({seconds:.1f} s, {workers} {'worker' if workers == 1 else 'workers'})\n"
+        f"written to  {out}"
+    )
+
+
+_COUNTS = ("num_records", "num_skipped", "num_truncated", "num_straddling")
+
+
+def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
+    problems = [
+        f"{name} is required"
+        for name, value in (
+            ("INPUT", options.inputs),
+            ("--out", options.out),
+            ("--tokenizer", options.tokenizer),
+        )
+        if not value
+    ]
+    workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    for name, value in (("--max-length", options.max_length), ("--workers", workers)):
+        if value is not None and value < 1:
+            problems.append(f"{name} {value}: it must be at least 1")
+    if options.too_long != "error" and options.max_length is None:
+        problems.append(f"--too-long {options.too_long} needs --max-length")
+    template = None
+    if options.chat_template is not None:
+        try:
+            template = Path(options.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            problems.append(f"--chat-template {options.chat_template}: cannot be read ({error})")
+    if options.out:
+        out = Path(options.out)
+        if os.path.lexists(out) and not is_dataset(out):
+            problems.append(f"--out {out}: it exists and is no data set; choose another name")
+        elif out.exists() and not options.overwrite:
+            problems.append(f"--out {out}: there is a data set already; choose another name, or --overwrite")
+    if problems:
+        raise ConfigError(*problems)
+    settings = _Settings(Path(options.tokenizer), template, options.max_length, options.too_long)
+    return settings, Path(options.out), workers
+
+
+def _check_model(tokenizer: TextTokenizer, model: Path) -> None:
+    path = model / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        rows = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"--model {model}: {path} cannot be read ({error})") from error
+    if not isinstance(rows, int):
+        raise ConfigError(f"--model {model}: config.json has no vocab_size")
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"--model {model}: its vocabulary has {rows} tokens, but the tokenizer {tokenizer.path} has "
+            f"{tokenizer.vocab_size}; use the model's own tokenizer"
+        )
+    # Embeddings are padded to round numbers; known models add a few hundred rows, or up to a few percent.
+    if rows > 1.1 * tokenizer.vocab_size + 1024:
+        raise ConfigError(
+            f"--model {model}: its vocabulary has {rows} tokens, but the tokenizer {tokenizer.path} only "
+            f"{tokenizer.vocab_size}, so it is hardly the model's own; leave out --model if it is meant"
+        )
+
+
+def _first_kind(source: Source, tokenizer: TextTokenizer) -> str | None:
+    """The kind of a source's first record, with which the tokenizer must work; None without records."""
+    with closing(source.chunks()) as chunks:
+        for chunk in chunks:
+            lines = chunk.lines
+            index = 0 if lines is None else next((i for i, line in enumerate(lines) if line.strip()), None)
+            if index is None:
+                continue
+            first = chunk._replace(
+                first=chunk.first + index,
+                num_rows=1,
+                lines=None if lines is None else lines[index : index + 1],
+            )
+            record = source.read(first)[0]
+            kind = kind_of(record)
+            check_tokenizer(tokenizer, kind, record.place)
+            return kind
+    return None
+
+
+def _check_not_empty(counts: dict[str, int], options: argparse.Namespace) -> None:
+    if not counts["num_records"]:
+        raise ConfigError(f"{', '.join(options.inputs)}: no records; there is nothing to train on")
+    if counts["num_records"] == counts["num_skipped"]:
+        raise ConfigError(
+            f"all {counts['num_records']} records are longer than --max-length {options.max_length}, and "
+            "--too-long skip leaves them out: nothing is left to train on"
+        )
+
+
+def _source(
+    tokenizer: TextTokenizer, settings: _Settings, inputs: list[dict[str, Any]], counts: dict[str, int]
+) -> dict[str, Any]:
+    """What ``meta.json`` says about the data's origin; no times: the same data give the same bytes."""
+    made_from: dict[str, Any] = {
+        "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "options": settings.describe(),
+        "inputs": inputs,
+    }
+    contents = {**made_from, "inputs": [{**entry, "name": None} for entry in inputs]}
+    text = json.dumps(contents, sort_keys=True)
+    return {
+        "made_by": f"odc prepare {__version__}",
+        "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
+        **made_from,
+        "tokenizer": {"name": tokenizer.path.name, **made_from["tokenizer"]},
+        **counts,
+    }
+
+
+# ---- work in parallel --------------------------------------------------------------------------------
+
+
+_tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
+"""Loaded once in a process; forked workers find it loaded."""
+
+
+def _tokenize(settings: _Settings, kind: str, chunk: Chunk) -> Tokenized:
+    """What a worker does with a chunk."""
+    return tokenize_records(
+        chunk.source.read(chunk),
+        kind,
+        _tokenizer(settings.tokenizer, settings.chat_template),
+        max_length=settings.max_length,
+        too_long=settings.too_long,
+    )
+
+
+class _Pool:
+    """Worker processes that end with this one; with one worker everything runs in this process.
+
+    Args:
+        workers: number of processes.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._executor: ProcessPoolExecutor | None = None
+        if workers > 1:
+            # Forked, because the loaded tokenizer and the opened data sets are inherited.
+            context = multiprocessing.get_context("fork")
+            self._executor = ProcessPoolExecutor(workers, context, initializer=_start_worker)
+
+    def __enter__(self) -> _Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, function: Any) -> Any:
+        """Start a function; :meth:`result` waits for it."""
+        return function if self._executor is None else self._executor.submit(function)
+
+    def result(self, submitted: Any) -> Any:
+        """What a submitted function returns, or raises.
+
+        Raises:
+            _WorkerError: the worker died, or takes far too long.
+        """
+        if not isinstance(submitted, Future):
+            return submitted()
+        try:
+            return submitted.result(_CHUNK_TIMEOUT_S)
+        except BrokenProcessPool as error:
+            raise _WorkerError(
+                "a worker process died, perhaps killed for the memory it used; try fewer --workers"
+            ) from error
+        except FutureTimeoutError as error:
+            raise _WorkerError(f"a worker has made no progress for {_CHUNK_TIMEOUT_S:.0f} s") from error
+
+    def map(self, jobs: Iterable[tuple[Chunk, Any]]) -> Generator[tuple[Chunk, Tokenized], None, None]:
+        """Results in the order of the jobs; a few jobs are read ahead."""
+        pending: deque[tuple[Chunk, Any]] = deque()
+        for chunk, function in jobs:
+            # The lines went to the worker; there is no need to hold them here.
+            pending.append((chunk._replace(lines=None), self.submit(function)))
+            if len(pending) >= (_CHUNKS_AHEAD * self._workers if self._executor else 1):
+                chunk, submitted = pending.popleft()
+                yield chunk, self.result(submitted)
+        for chunk, submitted in pending:
+            yield chunk, self.result(submitted)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, which ends the workers
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ---- what the user sees ------------------------------------------------------------------------------
+
+
+class _Progress:
+    """A bar on a terminal (by rich, if it is installed), else a line now and then, on stderr."""
+
+    def __init__(self, sources: list[Source]) -> None:
+        self._total = max(1, sum(source.size for source in sources))
+        self._before: dict[Source, int] = {}
+        position = 0
+        for source in sources:
+            self._before[source] = position
+            position += source.size
+        self._started = self._shown = time.perf_counter()
+        self._tokens = 0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> _Progress:
+        if sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import (
+                    BarColumn,
+                    Progress,
+                    TaskProgressColumn,
+                    TextColumn,
+                    TimeRemainingColumn,
+                )
+            except ImportError:
+                return self
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                auto_refresh=False,  # no thread beside processes that fork
+            )
+            self._task = self._bar.add_task("tokenising", total=self._total)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, chunk: Chunk, num_records: int, num_tokens: int) -> None:
+        """Account for a finished chunk.
+
+        Args:
+            chunk: the chunk.
+            num_records: records up to now.
+            num_tokens: tokens of this chunk.
+        """
+        self._tokens += num_tokens
+        now = time.perf_counter()
+        done = min(self._total, self._before[chunk.source] + chunk.position)
+        rate = self._tokens / max(now - self._started, 1e-9)
+        text = f"{num_records:,} records, {self._tokens:,} tokens, {rate:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, description=text)
+            if now - self._shown > 0.1:
+                self._bar.refresh()
+                self._shown = now
+        elif now - self._shown > _LINE_EVERY_S:
+            print(f"odc prepare: {done / self._total:.0%}, {text}", file=sys.stderr, flush=True)
+            self._shown = now
+
+
+def _info(path: Path) -> str:
+    dataset = TokenDataset.open(path)
+    return f"{_describe(dataset)}\n{json.dumps(dataset.metadata, indent=2)}"
+
+
+def _describe(dataset: TokenDataset) -> str:
+    lengths, targets, source = dataset.lengths, dataset.num_targets, dataset.metadata.get("source") or {}
+    notes = [
+        f"{source[name]:,} {text}"
+        for name, text in (
+            ("num_skipped", "too long, left out"),
+            ("num_truncated", "too long, cut"),
+            ("num_straddling", "with a token over the border of prompt and answer"),
+        )
+        if source.get(name)
+    ]
+    without = int((targets == 0).sum())
+    lines = [
+        f"samples     {len(dataset):,}{''.join(f'; {note}' for note in notes)}",
+        f"tokens      {dataset.num_tokens:,}, largest id {dataset.metadata['max_token_id']}",
+        f"targets     {int(targets.sum()):,}; {without:,} samples without any",
+    ]
+    if len(dataset):
+        p10, p50, p90, p99 = np.percentile(lengths, [10, 50, 90, 99], method="nearest").tolist()
+        lines.append(f"lengths     p10/50/90/99/max {p10:,} {p50:,} {p90:,} {p99:,} {lengths.max():,}")
+    if source:
+        lines.append(f"fingerprint {source['fingerprint']}")
+    return "\n".join(lines)
