@@ -96,13 +96,14 @@ def enable_checkpointing(model: nn.Module) -> None:
     Raises:
         ConfigError: the model cannot do it.
     """
-    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)  # its newer name
+    enable = enable or getattr(model, "gradient_checkpointing_enable", None)
     if not callable(enable) or not getattr(model, "supports_gradient_checkpointing", True):
         raise ConfigError(
             f"model.gradient_checkpointing: {type(model).__name__} cannot do it; set it to false, or wrap "
             "its blocks with torch.utils.checkpoint (use_reentrant=False)"
         )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable({"use_reentrant": False})
 
 
 def vocabulary_size(model: nn.Module) -> int:
