@@ -8,6 +8,7 @@ writer off: training goes on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -276,7 +277,11 @@ class Background:
 
     def _write(self, facts: Facts) -> None:
         for writer in list(self.writers):
-            self._guard(writer, lambda writer=writer: writer.write(facts))  # type: ignore[misc]
+            self._guard(writer, functools.partial(writer.write, facts))
+
+    def _close_writers(self) -> None:
+        for writer in list(self.writers):
+            self._guard(writer, writer.close)
 
     def _guard(self, writer: Writer, action: Callable[[], None]) -> None:
         try:
@@ -292,8 +297,8 @@ class Background:
     def close(self, timeout_s: float) -> None:
         """Write what is left and end the thread; gives up after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
-        for writer in list(self.writers):
-            self.run("the monitor's writers", lambda writer=writer: self._guard(writer, writer.close))  # type: ignore[misc]
+        if self.writers:
+            self.run("the monitor's writers", self._close_writers)
         if self._thread is None:
             return
         with contextlib.suppress(queue.Full):
