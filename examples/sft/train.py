@@ -3,8 +3,9 @@
     odc-launch --nproc-per-node 2 --config configs/sft_cpu.yaml \\
         examples/sft/train.py --model examples/sft/llama_7m --data demo_out/tokens
 
-``--model`` is a directory of transformers: with weights they are trained further, with only a ``config.json``
-training starts from random ones. ``--data`` is a directory that ``odcengine.data.TokenDataset.write`` made.
+``--model`` is a directory of transformers (with weights they are trained further, with only a ``config.json``
+training starts from random ones) or a name on the Hugging Face Hub; without it, the configuration's ``model``
+section says what is trained. ``--data`` is a directory that ``odcengine.data.TokenDataset.write`` made.
 Everything else (batch size, optimizer, transport, balance) is in the configuration file.
 """
 
@@ -14,29 +15,14 @@ import argparse
 import logging
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
 import odcengine
 from odcengine.data import TokenDataset
-
-
-def load_model(path: Path) -> PreTrainedModel:
-    """The model of a directory, with random weights where it has none."""
-    model: PreTrainedModel
-    if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-        model = AutoModelForCausalLM.from_pretrained(path)
-    else:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore
-    return model
+from odcengine.models import load_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a causal language model.")
-    parser.add_argument(
-        "--model", type=Path, required=True, help="directory of a transformers model or config"
-    )
+    parser.add_argument("--model", help="directory or name of a model (default: the configuration's)")
     parser.add_argument("--data", type=Path, required=True, help="directory of a TokenDataset")
     parser.add_argument(
         "--steps", type=int, help="stop after so many optimizer steps (default: all the data)"
@@ -44,9 +30,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
-    model = load_model(arguments.model)
+    model = load_model(arguments.model) if arguments.model else None
     dataset = TokenDataset.open(arguments.data)
-    dataset.check_vocabulary(model.config.vocab_size)
     engine, _, loader, _ = odcengine.initialize(model=model, training_data=dataset)
     assert loader is not None  # there is training data
 
