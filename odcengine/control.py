@@ -13,7 +13,6 @@ takes and drops the writer's lock after it saw the word (see ``docs/protocol.md`
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import mmap
 import os
@@ -28,120 +27,24 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from odcengine._between_nodes import OtherNodes, Store
 from odcengine._memory import FileLocks, create_memory, map_memory, share_descriptors
+from odcengine._words import MEETING_RANGE, Meeting, Phase, Word, explain_tag
 from odcengine.errors import DeadlineError, PeerError, UsageError
 from odcengine.topology import Topology
 
+__all__ = ["ControlBlock", "EventRecorder", "Meeting", "Phase", "Store", "Work"]
+
 _MESSAGE_BYTES = 4096
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
-_PEER_CHECK_S, _MIRROR_S, _LOOK_FOR_CAUSE_S = 0.05, 2.0, 3.0
+_PEER_CHECK_S, _LOOK_FOR_CAUSE_S = 0.05, 3.0
 _GIVE_UP_S = 1.0  # then a failure is told or read without the lock of its slot
 _STOPPED_S = 1.0  # a waiting rank that has not looked around for so long is not waiting but stopped
 _SUSPENDED_S = 1.0  # a nap that took so long was none: the whole job may have been stopped for a while
-
-
-class Phase(enum.IntEnum):
-    """What a rank is doing, as reports name it."""
-
-    STARTING = 0
-    BETWEEN = 1
-    FORWARD = 2
-    BACKWARD = 3
-    BARRIER = 4
-    COLLECT = 5
-    AGREE = 6
-    UPDATE = 7
-    PUBLISH = 8
-    CLOSING = 9
-    REPORT = 10
-
-    @property
-    def label(self) -> str:
-        """Words for messages."""
-        return _PHASE_LABELS[self]
-
-
-_PHASE_LABELS = {
-    Phase.STARTING: "starting",
-    Phase.BETWEEN: "the user's code between engine calls",
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.BARRIER: "the barrier at the minibatch's end",
-    Phase.COLLECT: "collecting gradients",
-    Phase.AGREE: "agreeing on norm and counts",
-    Phase.UPDATE: "the optimizer step",
-    Phase.PUBLISH: "publishing parameters",
-    Phase.CLOSING: "close()",
-    Phase.REPORT: "handing in its timeline",
-}
-
-
-class Meeting(enum.IntEnum):
-    """Places where all ranks of a node meet; ranks at different places have run different programs."""
-
-    ALLOCATE = 1
-    END_OF_STEP = 2
-    PUBLISH = 3
-    CLOSE = 4
-    LOCKSTEP_GATHER = 5
-    LOCKSTEP_PUSH = 6
-    EXIT = 7
-
-    def explain(self, number: int) -> str:
-        """Words for messages: ``the end of step 3``."""
-        return _MEETING_LABELS[self].format(number)
-
-
-_MEETING_LABELS = {
-    Meeting.ALLOCATE: "the allocation of windows",
-    Meeting.END_OF_STEP: "the end of step {}",
-    Meeting.PUBLISH: "publish() before step {}",
-    Meeting.CLOSE: "close()",
-    Meeting.EXIT: "the end of its script, without close()",
-    Meeting.LOCKSTEP_GATHER: "the lock-step gather of module group {}",
-    Meeting.LOCKSTEP_PUSH: "the lock-step push of module group {}",
-}
-_MEETING_RANGE = 1 << 48
-
-
-class _Word(enum.IntEnum):
-    """Index of a word in a rank's slot."""
-
-    PID = 0
-    STATE = 1  # 0 not there yet, 1 active, 2 left in good order
-    ALIVE_NS = 2  # CLOCK_MONOTONIC of the last progress, its own or that of the rank it waits for
-    PHASE = 3
-    STEP = 4
-    MICRO_BATCH = 5
-    EPOCH = 6  # flag B: epoch + 1, so that 0 is none
-    BARRIER = 7  # barriers entered
-    TAG_EVEN = 8  # what the rank says it is at, for barriers with an even and an odd number
-    TAG_ODD = 9
-    ENDED_STEP = 13  # steps whose micro-batches this rank has finished
-    ENDED_COUNT = 14  # micro-batches it had in the last of them
-    PROGRESS_NS = 15  # CLOCK_MONOTONIC of its own last progress
-    ABORT = 10  # 0 none, 1 this rank failed, 2 it stopped because of another
-    CULPRIT = 11  # global rank to blame, + 1
-    WAITS_FOR = 12  # global rank, + 1
-    LOOKED_NS = 16  # CLOCK_MONOTONIC of its last look around while it waits
-
-
-def _explain_tag(tag: int) -> str:
-    return Meeting(tag // _MEETING_RANGE).explain(tag % _MEETING_RANGE)
-
-
 _WORDS_PER_SLOT = 32
 _ACTIVE, _LEFT = 1, 2
 _PRIMARY, _SECONDARY = 1, 2
 _ALIVE_LOCK, _SLOT_LOCK, _FIRST_USER_LOCK = 0, 1, 2  # each times the group's size, plus the local index
-
-
-class Store(Protocol):
-    """The part of torch.distributed's store that is used between nodes."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 class Work(Protocol):
@@ -191,7 +94,6 @@ class ControlBlock:
         self.startup_timeout_s = startup_timeout_s
         self._token = token
         self._num_exchanges = 0
-        self._store = store if topology.num_nodes > 1 else None
         self._error_file = error_file
         self._size = len(topology.peers)
         self._me = topology.local_rank
@@ -211,20 +113,20 @@ class ControlBlock:
         self._pid = os.getpid()
         self._barriers = 0
         self._ended: tuple[int, int] | None = None  # see end_micro_batches
-        self._remote: dict[int, tuple[int, int, bool]] = {}  # rank: progress word, when it moved, waits
-        self._next_look = 0
-        self._next_mirror = 0.0
+        self._other_nodes: OtherNodes | None = None
+        if store is not None and topology.num_nodes > 1:
+            self._other_nodes = OtherNodes(topology, store, self._signs, timeout_s)
         self._excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.closed = False
         if not self._locks.try_acquire(self._offset(_ALIVE_LOCK, self._me)):
             raise UsageError(f"{self.describe(self._me)}: two processes run as the same local rank")
-        self._mine[_Word.PID] = os.getpid()
+        self._mine[Word.PID] = os.getpid()
         self.beat()
-        self._mine[_Word.STATE] = _ACTIVE
+        self._mine[Word.STATE] = _ACTIVE
         self.wait_until(
-            lambda: bool((self._words[:, _Word.STATE] != 0).all()),
+            lambda: bool((self._words[:, Word.STATE] != 0).all()),
             "start of the control block",
-            lambda: np.flatnonzero(self._words[:, _Word.STATE] == 0).tolist(),
+            lambda: np.flatnonzero(self._words[:, Word.STATE] == 0).tolist(),
             timeout_s=startup_timeout_s,
         )
 
@@ -232,9 +134,9 @@ class ControlBlock:
 
     def beat(self) -> None:
         """Give a sign of life; called wherever this rank makes progress."""
-        self._mine[_Word.ALIVE_NS] = self._mine[_Word.PROGRESS_NS] = time.monotonic_ns()
-        if self._store is not None and time.monotonic() > self._next_mirror:
-            self._mirror()
+        self._mine[Word.ALIVE_NS] = self._mine[Word.PROGRESS_NS] = time.monotonic_ns()
+        if self._other_nodes is not None:
+            self._other_nodes.exchange()
 
     def enter(self, phase: Phase, *, step: int | None = None, micro_batch: int | None = None) -> None:
         """Say what this rank does from now on; a sign of life.
@@ -244,17 +146,20 @@ class ControlBlock:
             step: optimizer step, from 0; None keeps the last one.
             micro_batch: index of the micro-batch in this rank's minibatch, from 0; None keeps the last one.
         """
-        self._mine[_Word.PHASE] = phase
+        self._mine[Word.PHASE] = phase
         if step is not None:
-            self._mine[_Word.STEP] = step
+            self._mine[Word.STEP] = step
         if micro_batch is not None:
-            self._mine[_Word.MICRO_BATCH] = micro_batch
+            self._mine[Word.MICRO_BATCH] = micro_batch
         self.beat()
+
+    def _signs(self) -> list[tuple[int, bool]]:
+        return [(int(words[Word.PROGRESS_NS]), self._is_waiting(i)) for i, words in enumerate(self._words)]
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Be in ``phase`` inside the block, then in the one before; a failure inside tells all ranks."""
-        before, start = int(self._mine[_Word.PHASE]), time.perf_counter()
+        before, start = int(self._mine[Word.PHASE]), time.perf_counter()
         self.enter(phase)
         try:
             yield
@@ -272,7 +177,7 @@ class ControlBlock:
 
         Also writes the launcher's error record. Never raises.
         """
-        if self.closed or not self.is_owner or self._mine[_Word.ABORT]:
+        if self.closed or not self.is_owner or self._mine[Word.ABORT]:
             return
         secondary = isinstance(error, PeerError)
         culprit = error.rank if isinstance(error, PeerError) else self.topology.rank
@@ -283,12 +188,10 @@ class ControlBlock:
         with self._slot_lock(self._me, give_up_s=_GIVE_UP_S):
             self._messages[self._me, : len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
             self._messages[self._me, len(encoded)] = 0
-            self._mine[_Word.CULPRIT] = 0 if culprit is None else culprit + 1
-            self._mine[_Word.ABORT] = _SECONDARY if secondary else _PRIMARY
-        if self._store is not None:
-            key = "abort/secondary" if secondary else "abort/primary"
-            with contextlib.suppress(Exception):  # the store's host may be the one that died
-                self._store.set(key, json.dumps({"message": message, "rank": culprit}))
+            self._mine[Word.CULPRIT] = 0 if culprit is None else culprit + 1
+            self._mine[Word.ABORT] = _SECONDARY if secondary else _PRIMARY
+        if self._other_nodes is not None:
+            self._other_nodes.tell_failure(message, culprit, secondary=secondary)
         self._write_error_record(error, secondary)
 
     @property
@@ -299,7 +202,7 @@ class ControlBlock:
     @property
     def failed(self) -> bool:
         """Whether this rank has told the others that it stops."""
-        return not self.closed and bool(self._mine[_Word.ABORT])
+        return not self.closed and bool(self._mine[Word.ABORT])
 
     def check(self) -> None:
         """Raise if a rank of this node has failed, or, looked up now and then, one of another node.
@@ -307,15 +210,15 @@ class ControlBlock:
         Raises:
             PeerError: names the rank, its host, the step and the cause.
         """
-        if self._words[:, _Word.ABORT].any():
+        if self._words[:, Word.ABORT].any():
             self._raise_abort()
         if self._ended is not None:
             self._check_nobody_has_more(*self._ended)
-        if self._store is not None and time.monotonic() > self._next_mirror:
-            self._mirror()
+        if self._other_nodes is not None:
+            self._other_nodes.exchange()
 
     def _raise_abort(self) -> None:
-        codes = self._words[:, _Word.ABORT]
+        codes = self._words[:, Word.ABORT]
         index = int(np.argmax(codes == _PRIMARY)) if (codes == _PRIMARY).any() else int(codes.argmax())
         if index == self._me:
             raise UsageError(
@@ -323,7 +226,7 @@ class ControlBlock:
                 f"the engine cannot: {self._message(index)}"
             )
         with self._slot_lock(index, give_up_s=_GIVE_UP_S):
-            message, culprit = self._message(index), int(self._words[index, _Word.CULPRIT]) - 1
+            message, culprit = self._message(index), int(self._words[index, Word.CULPRIT]) - 1
         raise PeerError(message, culprit if culprit >= 0 else None)
 
     def _check_failures(self) -> None:
@@ -332,12 +235,12 @@ class ControlBlock:
 
     def _check_peers_live(self) -> None:
         for index in range(self._size):
-            if index == self._me or self._words[index, _Word.STATE] != _ACTIVE:
+            if index == self._me or self._words[index, Word.STATE] != _ACTIVE:
                 continue
             if self._locks.holder(self._offset(_ALIVE_LOCK, index)) is not None:
                 continue
             self.check()  # it may have said why
-            if self._words[index, _Word.STATE] == _LEFT:
+            if self._words[index, Word.STATE] == _LEFT:
                 continue
             raise PeerError(
                 f"{self.describe(index)} died or left without close() in {self._where(index)}",
@@ -360,7 +263,7 @@ class ControlBlock:
             "type": type(error).__name__,
             "message": str(error),
             "secondary": secondary,
-            "step": int(self._mine[_Word.STEP]),
+            "step": int(self._mine[Word.STEP]),
             "traceback": trace,
         }
         temporary = f"{self._error_file}.{os.getpid()}"
@@ -388,8 +291,8 @@ class ControlBlock:
         would wait for a collective that this rank never enters.
         """
         with self._slot_lock(self._me):
-            self._mine[_Word.ENDED_COUNT] = count
-            self._mine[_Word.ENDED_STEP] = step + 1
+            self._mine[Word.ENDED_COUNT] = count
+            self._mine[Word.ENDED_STEP] = step + 1
         self._ended = (step, count)
 
     def check_equal_counts(self, step: int, count: int) -> None:
@@ -398,23 +301,23 @@ class ControlBlock:
         Raises:
             UsageError: names both ranks and counts.
         """
-        ended = (self._words[:, _Word.ENDED_STEP] == step + 1) & (self._words[:, _Word.ENDED_COUNT] < count)
+        ended = (self._words[:, Word.ENDED_STEP] == step + 1) & (self._words[:, Word.ENDED_COUNT] < count)
         if ended.any():
             fewer = int(ended.argmax())
-            self._raise_unequal(step, self._me, count, fewer, int(self._words[fewer, _Word.ENDED_COUNT]))
+            self._raise_unequal(step, self._me, count, fewer, int(self._words[fewer, Word.ENDED_COUNT]))
 
     def _check_nobody_has_more(self, step: int, count: int) -> None:
         more = self._running_more(step, count)
         if more is not None:
             self._synchronize_with((more,))  # words of one moment: what was read before is not read again
             if self._running_more(step, count) == more:
-                at_least = int(self._words[more, _Word.MICRO_BATCH]) + 1
+                at_least = int(self._words[more, Word.MICRO_BATCH]) + 1
                 self._raise_unequal(step, more, at_least, self._me, count)
 
     def _running_more(self, step: int, count: int) -> int | None:
         # In the opposite order of writing: a rank moves its micro-batch on before it enters the next one.
-        beyond = (self._words[:, _Word.STEP] == step) & (self._words[:, _Word.MICRO_BATCH] >= count)
-        beyond &= np.isin(self._words[:, _Word.PHASE], (Phase.FORWARD, Phase.BACKWARD))
+        beyond = (self._words[:, Word.STEP] == step) & (self._words[:, Word.MICRO_BATCH] >= count)
+        beyond &= np.isin(self._words[:, Word.PHASE], (Phase.FORWARD, Phase.BACKWARD))
         return int(beyond.argmax()) if beyond.any() else None
 
     def _raise_unequal(self, step: int, more: int, at_least: int, fewer: int, count: int) -> None:
@@ -469,7 +372,7 @@ class ControlBlock:
                 if now - last > _SUSPENDED_S * 1e9:
                     counted_from = now
                 try:
-                    if self._words[:, _Word.ABORT].any():
+                    if self._words[:, Word.ABORT].any():
                         self._raise_abort()
                     if now >= next_check:
                         next_check = now + int(_PEER_CHECK_S * 1e9)
@@ -480,7 +383,7 @@ class ControlBlock:
                         break
                     raise
         finally:
-            self._mine[_Word.WAITS_FOR] = 0
+            self._mine[Word.WAITS_FOR] = 0
         end = time.monotonic_ns()
         if self.recorder is not None:
             self.recorder.add("wait", begun / 1e9, end / 1e9)
@@ -504,7 +407,8 @@ class ControlBlock:
         """
         deadline = time.monotonic() + _LOOK_FOR_CAUSE_S
         while time.monotonic() < deadline:
-            self._next_mirror = 0.0  # look at the other nodes as well
+            if self._other_nodes is not None:
+                self._other_nodes.exchange(now=True)
             self._check_failures()
             time.sleep(_PEER_CHECK_S)
         raise PeerError(
@@ -515,24 +419,26 @@ class ControlBlock:
         self, awaited: Sequence[int], everyone: bool, start: int, limit_s: float, what: str
     ) -> None:
         for index in awaited:
-            if self._words[index, _Word.STATE] == _LEFT:
+            if self._words[index, Word.STATE] == _LEFT:
                 raise PeerError(
                     f"{self.describe(index)} has closed its engine, but {self.describe(self._me)} waits in "
                     f"{self._where(self._me)} for: {what}",
                     self.topology.peers[index],
                 )
         now = time.monotonic_ns()
-        signs = {index: int(self._words[index, _Word.ALIVE_NS]) for index in awaited if index != self._me}
-        remote = self._remote_signs(now, limit_s) if everyone else {}
+        signs = {index: int(self._words[index, Word.ALIVE_NS]) for index in awaited if index != self._me}
+        remote = {}
+        if everyone and self._other_nodes is not None:
+            remote = self._other_nodes.signs_of_life(limit_s)
         by_rank = {self.topology.peers[index]: sign for index, sign in signs.items()}
         by_rank |= {rank: sign for rank, (sign, _) in remote.items()}
         newest = max(by_rank.values(), default=0)
         # Passing on the sign of the rank waited for keeps victims out of the blame; a circle of waiting
         # ranks only passes the same sign around, and so still ends.
-        self._mine[_Word.ALIVE_NS] = max(int(self._mine[_Word.ALIVE_NS]), newest)
+        self._mine[Word.ALIVE_NS] = max(int(self._mine[Word.ALIVE_NS]), newest)
         if by_rank:
-            self._mine[_Word.LOOKED_NS] = now
-            self._mine[_Word.WAITS_FOR] = min(by_rank, key=lambda rank: by_rank[rank]) + 1
+            self._mine[Word.LOOKED_NS] = now
+            self._mine[Word.WAITS_FOR] = min(by_rank, key=lambda rank: by_rank[rank]) + 1
         latest = now - int(limit_s * 1e9)
         if start > latest or (everyone and newest > latest):
             return
@@ -555,15 +461,15 @@ class ControlBlock:
         )
 
     def _is_waiting(self, index: int) -> bool:
-        looked = int(self._words[index, _Word.LOOKED_NS])
-        return bool(self._words[index, _Word.WAITS_FOR]) and time.monotonic_ns() - looked < _STOPPED_S * 1e9
+        looked = int(self._words[index, Word.LOOKED_NS])
+        return bool(self._words[index, Word.WAITS_FOR]) and time.monotonic_ns() - looked < _STOPPED_S * 1e9
 
     def _follow(self, index: int) -> int:
         """The end of the chain of ranks of this node in which each waits for the next; itself in a circle."""
         end, seen = index, {self._me}
         while end not in seen:
             seen.add(end)
-            rank = int(self._words[end, _Word.WAITS_FOR]) - 1
+            rank = int(self._words[end, Word.WAITS_FOR]) - 1
             if rank not in self.topology.peers or not self._is_waiting(end):
                 return end
             end = self.topology.peers.index(rank)
@@ -574,13 +480,13 @@ class ControlBlock:
     def set_epoch(self, epoch: int) -> None:
         """Raise flag B: everything this rank wrote before is there for a peer that saw ``epoch``."""
         with self._slot_lock(self._me):
-            self._mine[_Word.EPOCH] = epoch + 1
+            self._mine[Word.EPOCH] = epoch + 1
         self.beat()
 
     def wait_epoch(self, index: int, epoch: int) -> float:
         """Wait until local rank ``index`` has raised flag B to ``epoch``; returns seconds waited."""
         seconds = self.wait_until(
-            lambda: bool(self._words[index, _Word.EPOCH] > epoch),
+            lambda: bool(self._words[index, Word.EPOCH] > epoch),
             f"parameters of epoch {epoch} of {self.describe(index)}",
             lambda: (index,),
         )
@@ -602,14 +508,14 @@ class ControlBlock:
             PeerError: as :meth:`wait_until`.
         """
         self._barriers += 1
-        arrivals, tag = self._barriers, meeting * _MEETING_RANGE + number
+        arrivals, tag = self._barriers, meeting * MEETING_RANGE + number
         # A rank can be one barrier ahead while this one still reads, never two: hence two words.
-        word = _Word.TAG_ODD if arrivals % 2 else _Word.TAG_EVEN
+        word = Word.TAG_ODD if arrivals % 2 else Word.TAG_EVEN
         with self._slot_lock(self._me):
             self._mine[word] = tag
-            self._mine[_Word.BARRIER] = arrivals
+            self._mine[Word.BARRIER] = arrivals
         self.beat()
-        entered = self._words[:, _Word.BARRIER]
+        entered = self._words[:, Word.BARRIER]
         seconds = self.wait_until(
             lambda: bool((entered >= arrivals).all()),
             meeting.explain(number),
@@ -621,10 +527,10 @@ class ControlBlock:
         return seconds
 
     def _compare_tags(self, tags: list[int]) -> None:
-        meetings = [Meeting(tag // _MEETING_RANGE) for tag in tags]
+        meetings = [Meeting(tag // MEETING_RANGE) for tag in tags]
         if all(tag == tags[0] for tag in tags) or set(meetings) == {Meeting.CLOSE, Meeting.EXIT}:
             return
-        places = [f"{self.describe(index)} is at {_explain_tag(tag)}" for index, tag in enumerate(tags)]
+        places = [f"{self.describe(index)} is at {explain_tag(tag)}" for index, tag in enumerate(tags)]
         message = (
             f"ranks ran different programs: {'; '.join(places)}. Every rank must call step() the same number "
             "of times, also with no micro-batch, and close() after that"
@@ -661,7 +567,7 @@ class ControlBlock:
 
     def _holder(self, offset: int) -> Sequence[int]:
         pid = self._locks.holder(offset)
-        found = np.flatnonzero(self._words[:, _Word.PID] == pid).tolist() if pid else []
+        found = np.flatnonzero(self._words[:, Word.PID] == pid).tolist() if pid else []
         return found or [index for index in range(self._size) if index != self._me]
 
     @contextlib.contextmanager
@@ -696,54 +602,6 @@ class ControlBlock:
     def _offset(self, kind: int, index: int) -> int:
         return kind * self._size + index
 
-    # -- between nodes ---------------------------------------------------------------------------------
-
-    def _mirror(self) -> None:
-        """Show this node's progress to the others and look for their failures.
-
-        Only progress of its own is shown, no sign that was passed on: it would go round between nodes.
-        """
-        assert self._store is not None
-        self._next_mirror = time.monotonic() + _MIRROR_S
-        record = None
-        with self._store_errors():
-            signs = [(int(w[_Word.PROGRESS_NS]), self._is_waiting(i)) for i, w in enumerate(self._words)]
-            self._store.set(f"alive/{self.topology.node}", json.dumps(signs))
-            for key in ("abort/secondary", "abort/primary"):
-                if self._store.check([key]):
-                    record = json.loads(self._store.get(key))
-        if record is not None and record["rank"] != self.topology.rank:
-            raise PeerError(record["message"], record["rank"])
-
-    def _remote_signs(self, now: int, limit_s: float) -> dict[int, tuple[int, bool]]:
-        """For each rank of other nodes when it was last seen to make progress, and whether it waits.
-
-        Times are of this machine's clock. Looked up seldom: it is rank 0's store that all nodes ask.
-        """
-        if self._store is not None and now >= self._next_look:
-            self._next_look = now + int(max(_MIRROR_S, limit_s / 20) * 1e9)
-            for node, ranks in enumerate(self.topology.nodes):
-                key = f"alive/{node}"
-                if node == self.topology.node:
-                    continue
-                with self._store_errors():
-                    text = self._store.get(key) if self._store.check([key]) else b"[]"
-                for rank, (progress, waits) in zip(ranks, json.loads(text), strict=False):
-                    seen = self._remote.get(rank)
-                    when = now if seen is None or seen[0] != progress else seen[1]
-                    self._remote[rank] = (progress, when, waits)
-        return {rank: (when, waits) for rank, (_, when, waits) in self._remote.items()}
-
-    @contextlib.contextmanager
-    def _store_errors(self) -> Iterator[None]:
-        """Blame rank 0, whose process serves the store, where the store does not answer."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerError(
-                f"{self.describe(self._me)} lost the store of {self.topology.describe(0)}: {error}", 0
-            ) from error
-
     # -- the rest --------------------------------------------------------------------------------------
 
     def share(self, descriptors: list[int] | None) -> list[int]:
@@ -762,17 +620,17 @@ class ControlBlock:
     def describe(self, index: int) -> str:
         """Name local rank ``index`` in messages, with host and process id."""
         text = self.topology.describe(self.topology.peers[index])
-        pid = int(self._words[index, _Word.PID])
+        pid = int(self._words[index, Word.PID])
         return f"{text[:-1]}, pid {pid})" if pid else text
 
     def _where(self, index: int) -> str:
         words = self._words[index]
-        text = f"step {words[_Word.STEP]}"
-        phase = Phase(int(words[_Word.PHASE]))
+        text = f"step {words[Word.STEP]}"
+        phase = Phase(int(words[Word.PHASE]))
         if phase in (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN):
-            text += f", micro-batch {words[_Word.MICRO_BATCH]}"
+            text += f", micro-batch {words[Word.MICRO_BATCH]}"
         text += f", {phase.label}"
-        waits_for = int(words[_Word.WAITS_FOR]) - 1
+        waits_for = int(words[Word.WAITS_FOR]) - 1
         if waits_for >= 0 and index != self._me:
             text += f" (itself waiting for rank {waits_for})"
         return text
@@ -785,7 +643,7 @@ class ControlBlock:
         if self._excepthooks is not None and sys.excepthook is self._excepthooks[1]:
             sys.excepthook = self._excepthooks[0]
         if self.is_owner:
-            self._mine[_Word.STATE] = _LEFT
+            self._mine[Word.STATE] = _LEFT
         del self._words, self._mine, self._messages
         with contextlib.suppress(BufferError):  # a traceback still holds a view; unmapped when it goes
             self._map.close()

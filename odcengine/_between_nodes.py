@@ -1,0 +1,107 @@
+"""Signs of life and failures between nodes, through a store (a key-value server of torch.distributed)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from odcengine.errors import PeerError
+from odcengine.topology import Topology
+
+_INTERVAL_S = 2.0
+
+
+class Store(Protocol):
+    """The part of torch.distributed's store that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class OtherNodes:
+    """What this rank shows to the ranks of other nodes, and what it knows of them.
+
+    Args:
+        topology: ranks and nodes.
+        store: reached by all ranks; served by rank 0.
+        signs: returns, for each rank of this node, CLOCK_MONOTONIC (ns) of its own last progress and whether
+            it waits. Only progress of its own, no sign that was passed on: that would go round between nodes.
+        timeout_s: longest time without a sign of life; signs are exchanged several times as often.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        store: Store,
+        signs: Callable[[], Sequence[tuple[int, bool]]],
+        timeout_s: float,
+    ) -> None:
+        self._topology = topology
+        self._store = store
+        self._signs = signs
+        self._seen: dict[int, tuple[int, int, bool]] = {}  # rank: progress, when it moved, waits
+        self._interval_s = min(_INTERVAL_S, timeout_s / 6)
+        self._next_exchange = 0.0
+        self._next_look = 0
+
+    def exchange(self, *, now: bool = False) -> None:
+        """Show this node's progress and look for failures of others; only now and then unless ``now``.
+
+        Raises:
+            PeerError: a rank of another node failed, or the store does not answer.
+        """
+        if not now and time.monotonic() <= self._next_exchange:
+            return
+        self._next_exchange = time.monotonic() + self._interval_s
+        record = None
+        with self._store_errors():
+            self._store.set(f"alive/{self._topology.node}", json.dumps(self._signs()))
+            for key in ("abort/secondary", "abort/primary"):
+                if self._store.check([key]):
+                    record = json.loads(self._store.get(key))
+        if record is not None and record["rank"] != self._topology.rank:
+            raise PeerError(record["message"], record["rank"])
+
+    def tell_failure(self, message: str, rank: int | None, *, secondary: bool) -> None:
+        """Tell all nodes that ``rank`` is to blame for this rank's end. Never raises."""
+        key = "abort/secondary" if secondary else "abort/primary"
+        with contextlib.suppress(Exception):  # the store's host may be the one that died
+            self._store.set(key, json.dumps({"message": message, "rank": rank}))
+
+    def signs_of_life(self, limit_s: float) -> dict[int, tuple[int, bool]]:
+        """For each rank of other nodes when it was last seen to make progress, and whether it waits.
+
+        Times are CLOCK_MONOTONIC of this machine in ns. Looked up seldom: all nodes ask rank 0's store.
+
+        Raises:
+            PeerError: the store does not answer.
+        """
+        now = time.monotonic_ns()
+        if now >= self._next_look:
+            self._next_look = now + int(max(self._interval_s, limit_s / 20) * 1e9)
+            for node, ranks in enumerate(self._topology.nodes):
+                if node != self._topology.node:
+                    self._look_at(node, ranks, now)
+        return {rank: (when, waits) for rank, (_, when, waits) in self._seen.items()}
+
+    def _look_at(self, node: int, ranks: Sequence[int], now: int) -> None:
+        key = f"alive/{node}"
+        with self._store_errors():
+            text = self._store.get(key) if self._store.check([key]) else b"[]"
+        for rank, (progress, waits) in zip(ranks, json.loads(text), strict=False):
+            seen = self._seen.get(rank)
+            when = now if seen is None or seen[0] != progress else seen[1]
+            self._seen[rank] = (progress, when, waits)
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        """Blame rank 0, whose process serves the store, where the store does not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            me, server = self._topology.describe(self._topology.rank), self._topology.describe(0)
+            raise PeerError(f"{me} lost the store of {server}: {error}", 0) from error

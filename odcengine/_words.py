@@ -1,0 +1,95 @@
+"""The words of a rank's slot in the control block, and the names of phases and meetings that they hold."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.IntEnum):
+    """What a rank is doing, as reports name it."""
+
+    STARTING = 0
+    BETWEEN = 1
+    FORWARD = 2
+    BACKWARD = 3
+    BARRIER = 4
+    COLLECT = 5
+    AGREE = 6
+    UPDATE = 7
+    PUBLISH = 8
+    CLOSING = 9
+    REPORT = 10
+
+    @property
+    def label(self) -> str:
+        """Words for messages."""
+        return _PHASE_LABELS[self]
+
+
+_PHASE_LABELS = {
+    Phase.STARTING: "starting",
+    Phase.BETWEEN: "the user's code between engine calls",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.BARRIER: "the barrier at the minibatch's end",
+    Phase.COLLECT: "collecting gradients",
+    Phase.AGREE: "agreeing on norm and counts",
+    Phase.UPDATE: "the optimizer step",
+    Phase.PUBLISH: "publishing parameters",
+    Phase.CLOSING: "close()",
+    Phase.REPORT: "handing in its timeline",
+}
+
+
+class Meeting(enum.IntEnum):
+    """Places where all ranks of a node meet; ranks at different places have run different programs."""
+
+    ALLOCATE = 1
+    END_OF_STEP = 2
+    PUBLISH = 3
+    CLOSE = 4
+    LOCKSTEP_GATHER = 5
+    LOCKSTEP_PUSH = 6
+    EXIT = 7
+
+    def explain(self, number: int) -> str:
+        """Words for messages: ``the end of step 3``."""
+        return _MEETING_LABELS[self].format(number)
+
+
+_MEETING_LABELS = {
+    Meeting.ALLOCATE: "the allocation of windows",
+    Meeting.END_OF_STEP: "the end of step {}",
+    Meeting.PUBLISH: "publish() before step {}",
+    Meeting.CLOSE: "close()",
+    Meeting.EXIT: "the end of its script, without close()",
+    Meeting.LOCKSTEP_GATHER: "the lock-step gather of module group {}",
+    Meeting.LOCKSTEP_PUSH: "the lock-step push of module group {}",
+}
+MEETING_RANGE = 1 << 48
+
+
+class Word(enum.IntEnum):
+    """Index of a word in a rank's slot."""
+
+    PID = 0
+    STATE = 1  # 0 not there yet, 1 active, 2 left in good order
+    ALIVE_NS = 2  # CLOCK_MONOTONIC of the last progress, its own or that of the rank it waits for
+    PHASE = 3
+    STEP = 4
+    MICRO_BATCH = 5
+    EPOCH = 6  # flag B: epoch + 1, so that 0 is none
+    BARRIER = 7  # barriers entered
+    TAG_EVEN = 8  # what the rank says it is at, for barriers with an even and an odd number
+    TAG_ODD = 9
+    ABORT = 10  # 0 none, 1 this rank failed, 2 it stopped because of another
+    CULPRIT = 11  # global rank to blame, + 1
+    WAITS_FOR = 12  # global rank, + 1
+    ENDED_STEP = 13  # steps whose micro-batches this rank has finished
+    ENDED_COUNT = 14  # micro-batches it had in the last of them
+    PROGRESS_NS = 15  # CLOCK_MONOTONIC of its own last progress
+    LOOKED_NS = 16  # CLOCK_MONOTONIC of its last look around while it waits
+
+
+def explain_tag(tag: int) -> str:
+    return Meeting(tag // MEETING_RANGE).explain(tag % MEETING_RANGE)
