@@ -88,7 +88,8 @@ class MethodSummary:
         tokens_per_s: real tokens by the time of the slowest rank, of each minibatch.
         to_collective: the same relative to the collective baseline on the same minibatch.
         idle_shares: for each rank the waiting by all time, both up to the end of barrier A.
-        boundary_share: time from there to the end of the step by all time, of the slowest rank.
+        boundary_share: time from there to the end of the step (optimizer, publishing) by all time.
+        load_share: time in the loader by all time. Both of the rank that takes longest.
     """
 
     first_loss: float
@@ -97,6 +98,7 @@ class MethodSummary:
     to_collective: Spread
     idle_shares: list[float]
     boundary_share: float
+    load_share: float
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class Report:
         return self.loss_difference <= LOSS_TOLERANCE
 
     def __str__(self) -> str:
+        packed = self.comparisons[PACKED].methods[ON_DEMAND]
         trust = "" if self.stolen_share < QUIET else ": the speeds are not to be trusted"
         verdict = "the same training" if self.losses_agree else "NOT THE SAME TRAINING"
         return "\n".join(
@@ -173,6 +176,8 @@ class Report:
                 "  same. Predicted from the work alone: sum of work in the plans, and its lower bound.",
                 "lock-step / collective: both meet at every layer, so this is only gloo being slow on CPUs,",
                 "  no merit of on-demand communication. Do not expect it on GPUs, where NCCL is fast.",
+                f"Packed, on demand: {packed.boundary_share:.1%} of the time goes to the optimizer step and "
+                f"publishing, {packed.load_share:.1%} to the loader.",
                 f"Other programs took {self.stolen_share:.1%} of the time that the processes could have "
                 f"computed{trust}.",
                 f"Losses at equal steps differ by at most {self.loss_difference:.1e} "
@@ -265,7 +270,9 @@ def _compare(minibatches: Sequence[Minibatch]) -> Comparison:
 
 def _summarize(name: str, minibatches: Sequence[Minibatch], counted: Sequence[Minibatch]) -> MethodSummary:
     lines = [minibatch[name] for minibatch in counted]
-    boundary, wall = (sum(max(line[key]) for line in lines) for key in ("boundary_s", "wall_s"))
+    boundary, load, wall = (
+        sum(max(line[key]) for line in lines) for key in ("boundary_s", "load_s", "wall_s")
+    )
     busy, wait = (
         [sum(of_rank) for of_rank in zip(*(line[key] for line in lines), strict=True)]
         for key in ("busy_s", "wait_s")
@@ -277,6 +284,7 @@ def _summarize(name: str, minibatches: Sequence[Minibatch], counted: Sequence[Mi
         to_collective=_ratio(counted, name, COLLECTIVE),
         idle_shares=[w / (b + w) for b, w in zip(busy, wait, strict=True)],
         boundary_share=boundary / wall,
+        load_share=load / wall,
     )
 
 

@@ -52,6 +52,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sequences", type=int, default=16, help="a rank and minibatch (default: %(default)s)"
     )
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=240.0,
+        help="on a slow machine, fewer minibatches (default: %(default)s)",
+    )
     parser.add_argument("--max-tokens", type=int, default=2048, help="a micro-batch (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=256, help="size, times 64 (default: %(default)s)")
@@ -75,7 +81,7 @@ def launch(arguments: argparse.Namespace) -> int:
         log.unlink()
     command = [sys.executable, "-m", "odc_launcher", "--nproc-per-node", str(NUM_RANKS), "--show", "rank0"]
     command += ["--log-dir", str(logs), str(FOLDER / "train.py"), "--out", str(arguments.out)]
-    for name in ("vocab_size", "minibatches", "sequences", "max_tokens", "layers", "hidden"):
+    for name in ("vocab_size", "minibatches", "sequences", "max_tokens", "layers", "hidden", "budget_s"):
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     process = subprocess.Popen(command, env=os.environ | MALLOC)
     while True:

@@ -144,6 +144,7 @@ def run_minibatch(contestant: Contestant) -> dict[str, Any]:
         "boundary_s": metrics.boundary_s,
         "gather_s": metrics.gather_s,
         "push_s": metrics.push_s,
+        "load_s": metrics.load_s,
     }
     ranks: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, mine)
@@ -167,11 +168,20 @@ def run_minibatch(contestant: Contestant) -> dict[str, Any]:
     }
 
 
+def out_of_time(begun: float, num_done: int, budget_s: float) -> bool:
+    """Whether one more minibatch would take longer than allowed; rank 0 decides for all."""
+    elapsed = time.perf_counter() - begun
+    decision = torch.tensor(elapsed * (num_done + 1) / num_done > budget_s)
+    dist.broadcast(decision, src=0)
+    return bool(decision)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A rank of the demo; examples/demo/run.py starts it.")
     parser.add_argument("--out", type=Path, required=True, help="folder with the data, and for steps.jsonl")
     for name in ("--vocab-size", "--minibatches", "--sequences", "--max-tokens", "--layers", "--hidden"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--budget-s", type=float, required=True)
     arguments = parser.parse_args()
     placement = pin_to_core()
     world_size, leads = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
@@ -191,8 +201,11 @@ def main() -> None:
             print(f"{cut}: on demand / lock-step: {prediction}", flush=True)
     touch_heap()
 
+    begun = time.perf_counter()
     with open(arguments.out / "steps.jsonl" if leads else os.devnull, "w", encoding="utf-8") as file:
         for step in range(num_steps):
+            if step > 1 and out_of_time(begun, step, arguments.budget_s):
+                break
             for contestant in order_of(step, contestants):
                 line = run_minibatch(contestant)
                 file.write(json.dumps(line) + "\n")

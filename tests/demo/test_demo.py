@@ -135,6 +135,11 @@ def test_summary_is_what_the_steps_say(finished: tuple[Path, str], lines: list[L
             assert summarized["to_collective"]["median"] == pytest.approx(
                 statistics.median(ratios("collective", method))
             )
+            wall = sum(max(line["wall_s"]) for line in of_method)
+            for key in ("boundary", "load"):
+                spent = sum(max(line[f"{key}_s"]) for line in of_method)
+                assert 0 < spent < wall
+                assert summarized[f"{key}_share"] == pytest.approx(spent / wall)
             for rank, share in enumerate(summarized["idle_shares"]):
                 wait = sum(line["wait_s"][rank] for line in of_method)
                 assert share == pytest.approx(wait / (wait + sum(line["busy_s"][rank] for line in of_method)))
@@ -204,6 +209,14 @@ def test_mistakes_are_named(finished: tuple[Path, str], tmp_path: Path) -> None:
     assert "Training failed (exit code 1)" in done.stderr
 
 
+def test_slow_machine_does_fewer_minibatches(finished: tuple[Path, str], tmp_path: Path) -> None:
+    few = ["--stdlib", str(finished[0].parent / "sources"), *SMALL, "--budget-s", "0.001"]
+    done = run(DEMO / "run.py", "--out", "out", *few, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["num_minibatches"] == 1
+
+
 def test_sft_script_trains(finished: tuple[Path, str], tmp_path: Path) -> None:
     """The command of the script's docstring, for three steps of a smaller model."""
     model = json.loads((ROOT / "examples/sft/llama_7m/config.json").read_text())
@@ -224,7 +237,7 @@ def test_sft_script_trains(finished: tuple[Path, str], tmp_path: Path) -> None:
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    losses = [float(loss) for loss in re.findall(r"step \d+(?:/\d+)?: loss ([\d.]+)", done.stdout)]
     assert len(losses) == 3
     assert losses[2] < losses[0] < math.log(model["vocab_size"]) + 0.5
 
