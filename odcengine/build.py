@@ -66,7 +66,8 @@ def initialize(
         config: path, mapping or :class:`~odcengine.config.Config`; by default the file that ``odc-launch
             --config`` was given.
         training_data: map-style data set for the loader (see :class:`~odcengine.data.MinibatchLoader`), or
-            None where the script brings its own batches.
+            None for the one that the configuration's ``data.path`` names; where that is null too, the script
+            brings its own batches.
         optimizer: an optimizer over ``model.parameters()`` that has not stepped yet, or a function that makes
             one from the sharded parameters; by default the one in the configuration.
         lr_scheduler: a scheduler of that optimizer, or a function that makes one from it; by default the one
@@ -101,6 +102,7 @@ def initialize(
         blocks = block_modules(model, settings.odc.wrap)
         check_model(model, blocks, "cpu")
         loader = None
+        training_data = _open_data(settings, training_data)
         if training_data is not None:
             loader = _build_loader(model, training_data, settings, job, collate_fn, length_fn, loss_fn)
         sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer)
@@ -145,6 +147,18 @@ def _build_model(config: Config, model: nn.Module | None) -> nn.Module:
     if section.gradient_checkpointing:
         enable_checkpointing(model)
     return model
+
+
+def _open_data(config: Config, training_data: Any | None) -> Any | None:
+    path = config.data.path
+    if path is None:
+        return training_data
+    if training_data is not None:
+        raise ConfigError(
+            f"data: odcengine.initialize was given training_data, and the configuration names {path}; leave "
+            "training_data=... away, or remove data.path"
+        )
+    return TokenDataset.open(path)
 
 
 def _build_loader(

@@ -371,8 +371,14 @@ class Balance(_Section):
 
 
 class Data(_Section):
-    """What the loader does with the data set."""
+    """The data set, and what the loader does with it; see docs/data.md."""
 
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory that odc prepare made, where the script gives no data set to "
+        "odcengine.initialize. Relative to the working directory.",
+    )
     shuffle: bool = Field(default=True, description="New order every epoch, from seed.")
     drop_last: bool = Field(default=False, description="Leave out a last minibatch that is not full.")
     num_epochs: Int = Field(

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
+import yaml
 from odc_tools import prepare as prepare_module
 from odc_tools.cli import main
 
+import odcengine
 from odcengine.data import MinibatchLoader, TokenDataset
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -758,9 +760,14 @@ def test_page_for_users(
     Path("model").mkdir()
     Path("model/config.json").write_text('{"vocab_size": 512}')
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```(sh|python)\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```(sh|python|yaml)\n(.*?)```", page, re.DOTALL)
     commands = 0
     for language, text in blocks:
+        if language == "yaml":
+            config = odcengine.load_config({"train_batch_size": 8, **yaml.safe_load(text)})
+            assert config.data.path is not None
+            assert Path(config.data.path).is_dir()
+            continue
         if language == "python":
             exec(compile(text, "docs/data.md", "exec"), {})
             continue
