@@ -352,6 +352,7 @@ CASES: list[tuple[str, bool, dict[str, Any]]] = [
     ("gpt2", False, {}),
     ("gpt2", False, {"transport": "collective"}),
     ("llama", False, {}),
+    ("llama", False, {"wrap": ["LlamaDecoderLayer", "Linear"]}),  # the head is a group of its own
     ("qwen2", False, {"transport": "collective"}),
     ("qwen2", True, {}),
 ]
