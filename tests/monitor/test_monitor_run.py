@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import odcengine
 from odcengine.data import pack_samples
 from odcengine.metrics import StepMetrics
 from odcengine.models import model_flops
+from odcengine.monitor import monitor as monitor_module
 from odcengine.monitor.recorder import KINDS
 
 VOCAB, STEPS, BATCH = 32, 4, 6
@@ -255,7 +257,11 @@ def _seconds(events: Sequence[dict[str, Any]], *kinds: str) -> float:
     return sum(event["dur"] for event in events if event["name"] in kinds) / 1e6
 
 
-@pytest.mark.parametrize("odc", [{}, {"lockstep": True}, {"transport": "collective"}], ids=str)
+@pytest.mark.parametrize(
+    "odc",
+    [{}, {"lockstep": True}, {"transport": "collective"}, {"sharding": "hybrid", "node_size": 1}],
+    ids=str,
+)
 def test_timelines_account_for_the_measured_times(tmp_path: Path, odc: dict[str, Any]) -> None:
     monitor = {"timeline_every": 2, "timeline_dir": str(tmp_path / "timelines")}
     runs = _runs(_config(odc=odc, monitor=monitor))
@@ -314,3 +320,19 @@ def test_a_rank_without_work_shows_that_it_waits(tmp_path: Path) -> None:
     end_of_work = max(e["ts"] + e["dur"] for e in threads[0] if e["name"] == "backward")
     barrier = next(e for e in threads[1] if e["name"] == "barrier")
     assert barrier["ts"] + barrier["dur"] > end_of_work  # one clock: A ends after the last push
+
+
+def _dies_before_handing_in(rank: int, world_size: int, folder: str) -> None:
+    if rank == 1:
+        monitor_module.gather_events = lambda *_: os._exit(9)  # type: ignore[assignment]
+    monitor = {"timeline_every": 1, "timeline_dir": folder}
+    _train(rank, world_size, _config(monitor=monitor))
+
+
+def test_a_rank_that_dies_before_it_hands_in_its_timeline_is_named(tmp_path: Path) -> None:
+    survivor, dead = run_ranks(_dies_before_handing_in, 2, str(tmp_path))
+    assert dead.exit_code == 9
+    assert survivor.error_type == "PeerError"
+    assert re.search(
+        r"rank 1 .* died or left without close\(\) in .*handing in its timeline", str(survivor.error)
+    )
