@@ -24,6 +24,7 @@ from odcengine.data.tokenizer import ChatTemplateError, Span, TextTokenizer
 from odcengine.errors import ConfigError
 
 MESSAGES, PAIR, TEXT = KINDS = ("messages", "prompt, completion", "text")
+USED_KEYS = ("messages", "tools", "prompt", "completion", "text")
 TOO_LONG = ("error", "truncate", "skip")
 
 
@@ -71,8 +72,9 @@ def kind_of(record: Record) -> str:
     for kind in KINDS:
         if all(value.get(key) is not None for key in kind.split(", ")):
             return kind
-    found = ", ".join(sorted(str(key) for key in value)) or "no keys"
-    raise ConfigError(f"{record.place}: the record has {ascii(found)[1:-1][:200]}; expected the keys {_KEYS}")
+    keys = (f"{key} (null)" if value[key] is None else str(key) for key in value)
+    found = ascii(", ".join(sorted(keys)) or "no keys")[1:-1]
+    raise ConfigError(f"{record.place}: the record has {found[:200]}; expected the keys {_KEYS}")
 
 
 _KEYS = "messages, or prompt and completion, or text"

@@ -207,9 +207,7 @@ def test_minibatch_can_be_repeated() -> None:
 
 
 def test_too_long_is_an_error_by_default() -> None:
-    message = (
-        r"3 of 10 samples are longer than the limit of 5 .* sample 5 with 9 tokens; raise the limit to 9"
-    )
+    message = r"3 of 10 samples are longer than the limit of 5 .* 5 with 9 tokens; raise the limit to 9"
     dataset = make_samples()
     dataset[8] = {"input_ids": np.arange(7)}
     with pytest.raises(ValueError, match=message):

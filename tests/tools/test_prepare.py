@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import pty
 import random
@@ -13,10 +14,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import sentencepiece
 import yaml
@@ -316,31 +319,79 @@ def test_workers_and_cuts_do_not_matter(tools: dict[str, Path], tmp_path: Path) 
     assert dataset.lengths.max() <= 80
 
 
-def test_dead_worker(
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [("die", "a worker process died, perhaps killed"), ("hang", "a worker has made no progress for 1 s")],
+)
+def test_lost_worker(
     tools: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    trouble: str,
+    message: str,
 ) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}] * 600)
-    monkeypatch.setattr(prepare_module, "_tokenize", die)
-    words = [
-        "prepare",
-        str(path),
-        "--tokenizer",
-        str(tools["sp"]),
-        "--out",
-        str(tmp_path / "t"),
-        "--workers",
-        "2",
-    ]
-    assert main(words) == 1
-    assert "a worker process died" in capsys.readouterr().err
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}] * 6000)
+    monkeypatch.setattr(prepare_module, "_tokenize", {"die": die, "hang": hang}[trouble])
+    monkeypatch.setattr(prepare_module, "_CHUNK_TIMEOUT_S", 1.0)
+    words = ["prepare", str(path), "--tokenizer", str(tools["sp"]), "--out", str(tmp_path / "t")]
+    children = set(multiprocessing.active_children())
+    started = time.monotonic()
+    assert main([*words, "--workers", "2"]) == 1
+    assert time.monotonic() - started < 30
+    assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    assert set(multiprocessing.active_children()) <= children
 
 
 def die(*arguments: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(*arguments: Any) -> None:
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(tools: dict[str, Path], tmp_path: Path, number: signal.Signals) -> None:
+    """Nothing is left, neither files nor processes, and no traceback is shown."""
+    write_lines(tmp_path / "b.jsonl", [{"text": "fox " * 2000}] * 20000)
+    words = [
+        "prepare",
+        tmp_path / "b.jsonl",
+        "--tokenizer",
+        tools["sp"],
+        "--out",
+        tmp_path / "t",
+        "--workers",
+        "2",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "odc_tools", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".t.*.tmp/samples.arrow")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (128 + number, "")
+    assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["b.jsonl"]
+    assert not [p for p in psutil.process_iter() if is_of_session(p, process.pid)]
+
+
+def is_of_session(process: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, psutil.Error):
+        return False
 
 
 def test_error_of_a_worker(
@@ -440,7 +491,11 @@ GOOD = '{"text": "fox"}\n'
             GOOD + '{"txt": "a", "id": 1}',
             r"a.jsonl:2: the record has id, txt; expected the keys messages,",
         ),
-        ("sp", '{"prompt": "a"}', r"a.jsonl:1: the record has prompt; expected"),
+        (
+            "sp",
+            '{"prompt": "a", "completion": null}',
+            r"the record has completion \(null\), prompt; expected",
+        ),
         ("sp", GOOD + '{"text": 5}', r"a.jsonl:2: text must be text, but is int 5"),
         (
             "sp",

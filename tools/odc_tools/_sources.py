@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from odcengine.data.records import Record
+from odcengine.data.records import USED_KEYS, Record
 from odcengine.errors import ConfigError
 
 _RECORDS_PER_CHUNK = 256
@@ -186,13 +186,19 @@ def _open_rows(
     if not isinstance(found, datasets.DatasetDict):
         if split is not None:
             raise ConfigError(f"{name}: --split {split}, but it is a single data set; leave out --split")
-        return found
+        return _used_columns(found)
     if split is None and len(found) == 1:
         split = next(iter(found))
     if split not in found:
         wrong = "has several splits" if split is None else f"has no split {split}"
         raise ConfigError(f"{name}: it {wrong}; give --split, one of {', '.join(found)}")
-    return found[split]
+    return _used_columns(found[split])
+
+
+def _used_columns(dataset: Any) -> Any:
+    """Without columns that nobody reads: images, say, would be decoded."""
+    used = [name for name in dataset.column_names if name in USED_KEYS]
+    return dataset.select_columns(used) if used else dataset
 
 
 def open_sources(names: Sequence[str], *, subset: str | None, split: str | None) -> list[Source]:

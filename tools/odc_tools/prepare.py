@@ -17,11 +17,11 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from odcengine.data.tokenizer import TextTokenizer, load_tokenizer
 from odcengine.errors import ConfigError, OdcError
 
 _CHUNK_TIMEOUT_S = 600.0  # a chunk is about a megabyte of text: a second at most
+_POLL_S = 0.2
 _CHUNKS_AHEAD = 4  # a worker, so that reading goes on while the oldest chunk is awaited
 _LINE_EVERY_S = 10.0  # of progress, where there is no bar
 _PR_SET_PDEATHSIG = 1
@@ -91,6 +92,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _ending_cleanly() -> Iterator[Callable[[], None]]:
+    """Lets SIGINT and SIGTERM (a job's end of time) end the work between two chunks.
+
+    Yields:
+        A function that raises SystemExit once a signal has come. A handler that raises would not do: Python
+        drops exceptions in callbacks of its own, such as those around a fork.
+    """
+    received: list[int] = []
+
+    def check() -> None:
+        if received:
+            raise SystemExit(128 + received[0])
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda got, frame: received.append(got)) for number in numbers}
+    try:
+        yield check
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @dataclass(frozen=True)
 class _Settings:
     """What a worker has to know."""
@@ -111,6 +135,9 @@ class _Settings:
 
 class _WorkerError(OdcError):
     """A worker process died or hangs."""
+
+
+_DIED = "a worker process died, perhaps killed for the memory it used; try fewer --workers"
 
 
 # ---- the whole ---------------------------------------------------------------------------------------
@@ -139,7 +166,12 @@ def prepare(options: argparse.Namespace) -> str:
     started = time.perf_counter()
     counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
     records: dict[Source, int] = dict.fromkeys(sources, 0)
-    with DatasetWriter(out) as writer, _Pool(workers) as pool, _Progress(sources) as progress:
+    with (
+        _ending_cleanly() as check,
+        DatasetWriter(out) as writer,
+        _Pool(workers, check) as pool,
+        _Progress(sources) as progress,
+    ):
         descriptions = [pool.submit(source.describe) for source in sources]
         jobs = (
             (chunk, functools.partial(_tokenize, settings, kind, chunk))
@@ -302,11 +334,14 @@ class _Pool:
 
     Args:
         workers: number of processes.
+        check: called again and again while a result is awaited; ends the work by an exception.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, check: Callable[[], None]) -> None:
         self._workers = workers
+        self._check = check
         self._executor: ProcessPoolExecutor | None = None
+        self._others = set(multiprocessing.active_children())
         if workers > 1:
             # Forked, because the loaded tokenizer and the opened data sets are inherited.
             context = multiprocessing.get_context("fork")
@@ -315,30 +350,46 @@ class _Pool:
     def __enter__(self) -> _Pool:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self._executor is None:
+            return
+        if kind is not None:  # what they do is of no use any more, and one of them may hang
+            for process in set(multiprocessing.active_children()) - self._others:
+                process.kill()
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, function: Any) -> Any:
-        """Start a function; :meth:`result` waits for it."""
-        return function if self._executor is None else self._executor.submit(function)
+        """Start a function; :meth:`result` waits for it.
+
+        Raises:
+            _WorkerError: a worker died.
+        """
+        if self._executor is None:
+            return function
+        try:
+            return self._executor.submit(function)
+        except BrokenProcessPool as error:
+            raise _WorkerError(_DIED) from error
 
     def result(self, submitted: Any) -> Any:
         """What a submitted function returns, or raises.
 
         Raises:
-            _WorkerError: the worker died, or takes far too long.
+            _WorkerError: a worker died, or takes far too long.
         """
-        if not isinstance(submitted, Future):
-            return submitted()
-        try:
-            return submitted.result(_CHUNK_TIMEOUT_S)
-        except BrokenProcessPool as error:
-            raise _WorkerError(
-                "a worker process died, perhaps killed for the memory it used; try fewer --workers"
-            ) from error
-        except FutureTimeoutError as error:
-            raise _WorkerError(f"a worker has made no progress for {_CHUNK_TIMEOUT_S:.0f} s") from error
+        deadline = time.monotonic() + _CHUNK_TIMEOUT_S
+        while True:
+            self._check()
+            if not isinstance(submitted, Future):
+                return submitted()
+            try:
+                return submitted.result(_POLL_S)
+            except BrokenProcessPool as error:
+                raise _WorkerError(_DIED) from error
+            except FutureTimeoutError as error:
+                if time.monotonic() > deadline:
+                    text = f"a worker has made no progress for {_CHUNK_TIMEOUT_S:.0f} s"
+                    raise _WorkerError(text) from error
 
     def map(self, jobs: Iterable[tuple[Chunk, Any]]) -> Generator[tuple[Chunk, Tokenized], None, None]:
         """Results in the order of the jobs; a few jobs are read ahead."""
@@ -355,6 +406,7 @@ class _Pool:
 
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, which ends the workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
