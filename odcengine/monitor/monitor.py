@@ -165,7 +165,9 @@ class Monitor:
 
     def _method(self) -> str:
         odc = self._config.odc
-        if odc.transport == "collective" or self._job.topology.world_size == 1:
+        if self._job.topology.world_size == 1:
+            return "one rank"
+        if odc.transport == "collective":
             return "collective"
         return "lock-step" if odc.lockstep else "on demand"
 
@@ -205,6 +207,8 @@ class Monitor:
         Args:
             failed: the run ends because of an error: only write what is left.
         """
+        if self._loader is not None:
+            self._loader.on_load = None
         progress, self._progress, self._reports = self._progress, None, False
         if progress is not None:
             lines = [] if failed else self._summary.lines()

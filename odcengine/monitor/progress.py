@@ -33,18 +33,16 @@ class Outlook:
 
 
 def describe_step(metrics: StepMetrics, outlook: Outlook) -> str:
-    """One line about a step, without its number."""
-    parts = [f"loss {metrics.loss:.4f}"]
+    """One line about a step, without its number; a narrow terminal cuts off its end."""
+    parts = [f"loss {metrics.loss:.4f}" + ("" if metrics.applied else " (skipped)")]
     if metrics.tokens_per_s is not None:
         parts.append(f"{count(metrics.tokens_per_s)} tokens/s")
     parts.append(f"idle {shares(metrics.idle_shares)}")
+    if outlook.left_s is not None:
+        parts.append(f"{duration(outlook.left_s)} left")
     if outlook.mfu is not None:
         parts.append(f"MFU {outlook.mfu:.1%}")
     parts += [f"grad norm {metrics.grad_norm:.3g}", f"lr {metrics.lr:.3g}"]
-    if not metrics.applied:
-        parts.append("skipped")
-    if outlook.left_s is not None:
-        parts.append(f"{duration(outlook.left_s)} left")
     return ", ".join(parts)
 
 

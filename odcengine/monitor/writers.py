@@ -297,10 +297,10 @@ class Background:
     def close(self, timeout_s: float) -> None:
         """Write what is left and end the thread; gives up after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
-        if self.writers:
-            self.run("the monitor's writers", self._close_writers)
-        if self._thread is None:
+        if self._thread is None:  # nothing was written; at exit no thread can be started any more
+            self._close_writers()
             return
+        self.run("the monitor's writers", self._close_writers)
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
         self._thread.join(max(0.0, deadline - time.monotonic()))

@@ -225,11 +225,11 @@ def test_wandb_gets_numbers_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_line_names_what_is_known() -> None:
     assert describe_step(METRICS, Outlook(mfu=0.41, num_steps=9, left_s=3725)) == (
-        "loss 2.5000, 800 tokens/s, idle 0.0% 50.0%, MFU 41.0%, grad norm 0.75, lr 0.0001, 1:02:05 left"
+        "loss 2.5000, 800 tokens/s, idle 0.0% 50.0%, 1:02:05 left, MFU 41.0%, grad norm 0.75, lr 0.0001"
     )
     unknown = dataclasses.replace(METRICS, tokens=None, loss=math.nan, applied=False)
     assert describe_step(unknown, Outlook()) == (
-        "loss nan, idle 0.0% 50.0%, grad norm 0.75, lr 0.0001, skipped"
+        "loss nan (skipped), idle 0.0% 50.0%, grad norm 0.75, lr 0.0001"
     )
     assert shares([0.01] * 60 + [0.09]) == "1.1% (rank 60: 9.0%)"
     assert [count(n) for n in (7, 999, 1234, 5.67e6, 2e9)] == ["7", "999", "1.23k", "5.67M", "2G"]
