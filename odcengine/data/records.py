@@ -8,7 +8,8 @@ Three kinds of records, told apart by their keys:
 
 What the assistant's turns are, the chat template says: the text that it writes for a conversation must begin
 with the text that it writes for the conversation's beginning. What it adds for an assistant's turn, after the
-generation prompt that precedes it, is that turn. Templates that rewrite earlier turns are refused.
+generation prompt that precedes it, is that turn. Templates that rewrite earlier turns are refused, unless
+only the last turn is to be learned.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from odcengine.data.tokenizer import ChatTemplateError, Span, TextTokenizer
 from odcengine.errors import ConfigError
 
 MESSAGES, PAIR, TEXT = KINDS = ("messages", "prompt, completion", "text")
+TURNS = ("all", "last")
 USED_KEYS = ("messages", "tools", "prompt", "completion", "text")
 TOO_LONG = ("error", "truncate", "skip")
 
@@ -115,6 +117,7 @@ def tokenize_records(
     *,
     max_length: int | None = None,
     too_long: str = "error",
+    turns: str = "all",
 ) -> Tokenized:
     """Tokenise records of one kind.
 
@@ -125,6 +128,7 @@ def tokenize_records(
         max_length: limit of tokens in a sample, or None.
         too_long: what to do with longer ones: ``error``, ``truncate`` (keep the first ``max_length`` tokens)
             or ``skip``.
+        turns: which of the assistant's turns are learned: ``all``, or the ``last`` of each conversation.
 
     Raises:
         ConfigError: a record of another kind or that makes no sense, or one that is too long;
@@ -137,7 +141,7 @@ def tokenize_records(
                 f"{record.place}: the record has the keys of `{kind_of(record)}`, but the first of this file "
                 f"those of `{kind}`; a file holds one kind of records, so split it"
             )
-        text, of_text = _render(record, kind, tokenizer)
+        text, of_text = _render(record, kind, tokenizer, turns)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -173,10 +177,10 @@ def tokenize_records(
     return Tokenized(TokenBatch.of(pairs), len(records), num_skipped, num_truncated, num_straddling)
 
 
-def _render(record: Record, kind: str, tokenizer: TextTokenizer) -> tuple[str, list[Span]]:
+def _render(record: Record, kind: str, tokenizer: TextTokenizer, turns: str) -> tuple[str, list[Span]]:
     """The text of a record, and its spans to be learned."""
     if kind == MESSAGES:
-        return _render_conversation(record, tokenizer)
+        return _render_conversation(record, tokenizer, turns)
     parts = [record.value[key] for key in kind.split(", ")]
     for key, part in zip(kind.split(", "), parts, strict=True):
         if not isinstance(part, str):
@@ -186,7 +190,7 @@ def _render(record: Record, kind: str, tokenizer: TextTokenizer) -> tuple[str, l
     return text, [(start, len(text))] if start < len(text) else []
 
 
-def _render_conversation(record: Record, tokenizer: TextTokenizer) -> tuple[str, list[Span]]:
+def _render_conversation(record: Record, tokenizer: TextTokenizer, turns: str) -> tuple[str, list[Span]]:
     messages = _messages(record)
     tools = record.value.get("tools")
 
@@ -199,9 +203,8 @@ def _render_conversation(record: Record, tokenizer: TextTokenizer) -> tuple[str,
 
     whole = render(len(messages))
     spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    for index in answers if turns == "all" else answers[-1:]:
         before = render(index, generation_prompt=True)
         after = whole if index == len(messages) - 1 else render(index + 1)
         for beginning, rest in ((before, after), (after, whole)):
@@ -212,8 +215,8 @@ def _render_conversation(record: Record, tokenizer: TextTokenizer) -> tuple[str,
                     f"{record.place}: the loss mask cannot be derived from the chat template: around message "
                     f"{index} it does not begin a longer conversation with the text of the shorter one "
                     f"(character {same}: {beginning[same : same + 30]!a} became "
-                    f"{rest[same : same + 30]!a}); give a template that leaves earlier turns as they are, by "
-                    "--chat-template FILE, or write the records as prompt and completion"
+                    f"{rest[same : same + 30]!a}); learn only the last turn by --turns last, or "
+                    "give a template that leaves earlier turns as they are by --chat-template FILE"
                 )
         if len(after) > len(before):
             spans.append((len(before), len(after)))

@@ -552,7 +552,13 @@ def test_template_that_rewrites_earlier_turns(
     message = refusal(capsys, tools, "rewriting", path, out=tmp_path / "tokens")
     assert "a.jsonl:2: the loss mask cannot be derived from the chat template: around message 1" in message
     assert "'<think>hm</think>b<|im_end|>\\n' became 'b<|im_end|>\\n" in message
-    # A template that leaves them alone is the remedy; and one turn is no problem.
+    assert "learn only the last turn by --turns last" in message
+    last = prepare(tools, "rewriting", path, "--turns", "last", out=tmp_path / "last")
+    decode = transformers.AutoTokenizer.from_pretrained(tools["rewriting"]).decode
+    assert learned(decode, last, 0) == ["<think>hm</think>b<|im_end|>\n"]
+    assert learned(decode, last, 1) == ["<think>x</think>d<|im_end|>\n"]
+    assert "b<|im_end|>\n<|im_start|>user\nc" in decode(last[1]["input_ids"].tolist())
+    # Or a template that leaves them alone; and one turn is no problem.
     (tmp_path / "chatml.jinja").write_text(CHATML)
     prepare(tools, "rewriting", path, "--chat-template", tmp_path / "chatml.jinja", out=tmp_path / "tokens")
     prepare(tools, "rewriting", write_lines(path, [{"messages": messages[:2]}]), out=tmp_path / "one")
@@ -687,6 +693,7 @@ def test_fingerprint(tools: dict[str, Path], tmp_path: Path) -> None:
         "tokenizer": ("strict", write_lines(tmp_path / "d.jsonl", [{"text": "a"}])),
         "other tokenizer": ("chat", tmp_path / "d.jsonl"),
         "option": ("chat", path, "--max-length", "500"),
+        "turns": ("chat", path, "--turns", "last"),
         "template": ("chat", path, "--chat-template", tmp_path / "chatml.jinja"),
         "data": ("chat", write_lines(tmp_path / "c.jsonl", records[:4])),
     }

@@ -31,7 +31,7 @@ import numpy as np
 from odc_tools._sources import Chunk, Source, open_sources
 from odcengine._version import __version__
 from odcengine.data.dataset import DatasetWriter, TokenDataset, is_dataset
-from odcengine.data.records import TOO_LONG, Tokenized, check_tokenizer, kind_of, tokenize_records
+from odcengine.data.records import TOO_LONG, TURNS, Tokenized, check_tokenizer, kind_of, tokenize_records
 from odcengine.data.tokenizer import TextTokenizer, load_tokenizer
 from odcengine.errors import ConfigError, OdcError
 
@@ -66,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TOO_LONG,
         default="error",
         help="what to do with a sample over --max-length (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--turns",
+        choices=TURNS,
+        default="all",
+        help="which of the assistant's turns of a conversation are learned (default: %(default)s)",
     )
     parser.add_argument("--subset", metavar="NAME", help="configuration of hf:NAME")
     parser.add_argument("--split", metavar="NAME", help="split of Hugging Face data sets")
@@ -123,12 +129,14 @@ class _Settings:
     chat_template: str | None
     max_length: int | None
     too_long: str
+    turns: str
 
     def describe(self) -> dict[str, Any]:
         template = None if self.chat_template is None else self.chat_template.encode()
         return {
             "max_length": self.max_length,
             "too_long": self.too_long,
+            "turns": self.turns,
             "chat_template_sha256": None if template is None else hashlib.sha256(template).hexdigest(),
         }
 
@@ -235,7 +243,9 @@ def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
             problems.append(f"--out {out}: there is a data set already; choose another name, or --overwrite")
     if problems:
         raise ConfigError(*problems)
-    settings = _Settings(Path(options.tokenizer), template, options.max_length, options.too_long)
+    settings = _Settings(
+        Path(options.tokenizer), template, options.max_length, options.too_long, options.turns
+    )
     return settings, Path(options.out), workers
 
 
@@ -326,6 +336,7 @@ def _tokenize(settings: _Settings, kind: str, chunk: Chunk) -> Tokenized:
         _tokenizer(settings.tokenizer, settings.chat_template),
         max_length=settings.max_length,
         too_long=settings.too_long,
+        turns=settings.turns,
     )
 
 
