@@ -17,7 +17,7 @@ import time
 from array import array
 from collections.abc import Callable
 
-from odcengine.errors import ConfigError, DeadlineError, OdcError, UsageError
+from odcengine.errors import ConfigError, DeadlineError, UsageError
 
 _FLOCK = "hhqqi0q"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _PEER_CREDENTIALS = "3i"  # struct ucred: pid, uid, gid
@@ -91,7 +91,6 @@ def share_descriptors(
 
     Raises:
         DeadlineError: somebody did not come in time, with the missing indices.
-        OdcError: somebody of another user connected.
         UsageError: another process serves the same exchange.
     """
     deadline = time.monotonic() + timeout_s
@@ -149,20 +148,24 @@ def _serve(
 
 
 def _give(connection: socket.socket, descriptors: list[int]) -> int:
-    credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_PEER_CREDENTIALS)
-    )
-    _, uid, _ = struct.unpack(_PEER_CREDENTIALS, credentials)
-    if uid != os.getuid():
-        raise OdcError(
-            f"shared memory: a process of user {uid} asked for memory of user {os.getuid()}; "
-            "all ranks of a job must run as one user"
-        )
+    _check_user(connection)
     index = int.from_bytes(connection.recv(4), "little")
     connection.sendall(len(descriptors).to_bytes(4, "little"))
     for start in range(0, len(descriptors), _MAX_FDS):
         socket.send_fds(connection, [b"f"], descriptors[start : start + _MAX_FDS])
     return index
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Let go of a partner of another user; names of sockets are visible to everybody on the host."""
+    size = struct.calcsize(_PEER_CREDENTIALS)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, uid, _ = struct.unpack(_PEER_CREDENTIALS, credentials)
+    if uid != os.getuid():
+        raise ConnectionRefusedError(
+            f"the partner is a process of user {uid}, this is one of user {os.getuid()}; all ranks of a job "
+            "must run as one user"
+        )
 
 
 def _fetch(
@@ -174,6 +177,7 @@ def _fetch(
         try:
             connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             connection.connect(address)
+            _check_user(connection)
             connection.sendall(index.to_bytes(4, "little"))
             count = connection.recv(4)
             if not count:

@@ -62,7 +62,8 @@ def initialize(
 
     Args:
         model: the model, materialised on the CPU, the same on all ranks; rank 0's weights are given to all.
-            It is sharded in place. None: the one that the configuration's ``model`` section names.
+            It is sharded in place and switched to training mode. None: the one that the configuration's
+            ``model`` section names.
         config: path, mapping or :class:`~odcengine.config.Config`; by default the file that ``odc-launch
             --config`` was given.
         training_data: map-style data set for the loader (see :class:`~odcengine.data.MinibatchLoader`), or
@@ -94,33 +95,40 @@ def initialize(
     job = join(info, settings)
     control = job.control
     control.install_excepthook()
-    with control.phase(Phase.STARTING):
-        if info.rank == 0:
-            for notice in settings.notices:
-                logger.warning("config: %s", notice)
-        model = _build_model(settings, model)
-        blocks = block_modules(model, settings.odc.wrap)
-        check_model(model, blocks, "cpu")
-        loader = None
-        training_data = _open_data(settings, training_data)
-        if training_data is not None:
-            loader = _build_loader(model, training_data, settings, job, collate_fn, length_fn, loss_fn)
-        sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer)
-        made = _build_optimizer(settings, optimizer, parameters)
-        scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
-        monitor = Monitor(settings, job, sharding, loader, flops_of=_flops_of(model))
-        engine = OdcEngine(
-            model,
-            made,
-            sharding,
-            transport,
-            job,
-            settings,
-            monitor=monitor,
-            scheduler=scheduler,
-            loader=loader,
-            loss_fn=loss_fn,
-        )
+    try:
+        with control.phase(Phase.STARTING):
+            if info.rank == 0:
+                for notice in settings.notices:
+                    logger.warning("config: %s", notice)
+            model = _build_model(settings, model)
+            if settings.bf16.enabled and any(p.dtype == torch.bfloat16 for p in model.parameters()):
+                model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
+            blocks = block_modules(model, settings.odc.wrap)
+            check_model(model, blocks, "cpu")
+            loader = None
+            training_data = _open_data(settings, training_data)
+            if training_data is not None:
+                loader = _build_loader(model, training_data, settings, job, collate_fn, length_fn, loss_fn)
+            sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer)
+            made = _build_optimizer(settings, optimizer, parameters)
+            scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
+            monitor = Monitor(settings, job, sharding, loader, flops_of=_flops_of(model))
+            model.train()  # from_pretrained leaves models in evaluation mode
+            engine = OdcEngine(
+                model,
+                made,
+                sharding,
+                transport,
+                job,
+                settings,
+                monitor=monitor,
+                scheduler=scheduler,
+                loader=loader,
+                loss_fn=loss_fn,
+            )
+    except BaseException:
+        control.close()  # the others have been told; a notebook may try again
+        raise
     return engine, made, loader, scheduler
 
 
@@ -215,8 +223,6 @@ def _shard(
     """Shard the model, install the communication, and return the parameter groups for the optimizer."""
     bf16, topology = config.bf16.enabled, job.topology
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if bf16 and any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
-        model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
     equalize_weights(model)
     collective = config.odc.transport == "collective" or topology.world_size == 1
     param_dtype = torch.bfloat16 if bf16 else None

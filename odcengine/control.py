@@ -13,6 +13,7 @@ takes and drops the writer's lock after it saw the word (see ``docs/protocol.md`
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import mmap
 import os
@@ -608,9 +609,11 @@ class ControlBlock:
         """Hand descriptors from the node's first rank to its others. Collective over the node."""
         self._num_exchanges += 1
         first = self._num_exchanges == 1  # it makes the block itself, so there is nothing to look at yet
+        # Everybody on the host can list the names of sockets in use: the next one must not follow from it.
+        secret = f"{self._token}-{self.topology.node}-{self._num_exchanges}"
         return share_descriptors(
             descriptors,
-            name=f"odc-{self._token}-{self.topology.node}-{self._num_exchanges}",
+            name=f"odc-{hashlib.sha256(secret.encode()).hexdigest()[:32]}",
             index=self._me,
             count=self._size,
             timeout_s=self.startup_timeout_s,

@@ -8,10 +8,12 @@ step, empty the accumulators, publish with flag B.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import math
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -98,15 +100,17 @@ class OdcEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward.
 
-        With one micro-batch of the loader (or where ``loss_fn`` was given) returns its summed loss. With
-        anything else calls the model and returns its outputs; the loss is then the caller's.
+        With one micro-batch of the loader returns its summed loss, and so with any one argument where a
+        ``loss_fn`` was given. With anything else calls the model and returns its outputs; the loss is then
+        the caller's. An exception in here ends the job on all ranks: others may wait for what this rank had
+        to do.
         """
         self._require_open()
         with self._control.phase(Phase.FORWARD):
             self._begin()
             if self._equal_counts:
                 self._control.check_equal_counts(self.global_steps, self._micro_batches + 1)
-            trains = self.module.training and torch.is_grad_enabled()
+            trains = torch.is_grad_enabled()  # in eval mode too: dropout is the script's choice
             if trains:
                 self._monitor.tally.forward(args[0] if args else None)
             if len(args) == 1 and not kwargs and self._knows_loss(args[0]):
@@ -148,7 +152,8 @@ class OdcEngine:
             if self._loader is not None and self._loader.is_dummy:
                 # A stand-in that keeps collectives in step: run it, but let it add nothing.
                 loss, count = loss * 0.0, 0.0
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self._sharding.counted_backward():
+                loss.backward()  # type: ignore[no-untyped-call]
             self._pending_counts.clear()
             self._monitor.tally.backward()
             self._count += count
@@ -182,6 +187,7 @@ class OdcEngine:
         control, step = self._control, self.global_steps
         with control.phase(Phase.BARRIER):
             self._begin()
+            self._sharding.check_parameters()
             if self._pending_counts:
                 logger.warning("step %d: a forward without backward; its count is left out", step)
             busy_s = time.perf_counter() - self._started - self._sharding.blocked.wait_s
@@ -363,7 +369,7 @@ class OdcEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
             self._abandon(error)
@@ -375,13 +381,21 @@ class OdcEngine:
         self._leave()
         self._control.fail(error)
         self._monitor.close(failed=True)
-        self._sharding.close()
+        with contextlib.suppress(Exception):  # FSDP2 may be in the middle of a pass; the error is what counts
+            self._sharding.close()
         if self.transport is not None:
             self.transport.close(None)
 
     def _leave(self) -> None:
         self._closed = True
         atexit.unregister(self._at_exit)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            message = "the engine was dropped without close()"
+            warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
+            self._abandon(UsageError(message))
+            self._control.close()
 
     def _require_open(self) -> None:
         if self._closed:

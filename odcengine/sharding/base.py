@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,7 @@ class Sharding(abc.ABC):
         self.groups = list(groups)
         self.trainable: list[ParamEntry] = [entry for group in groups for entry in group.trainable]
         self.blocked = Blocked()
+        self._counted = False
         self.recorder: EventRecorder | None = None
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._fsdp_modules:
@@ -88,6 +90,27 @@ class Sharding(abc.ABC):
     def begin(self) -> None:
         """Start a minibatch: count times and calls from here."""
         self.blocked = Blocked()
+
+    @contextlib.contextmanager
+    def counted_backward(self) -> Iterator[None]:
+        """Gradients may only arrive inside of this block, where the engine counts what they belong to."""
+        self._counted = True
+        try:
+            yield
+        finally:
+            self._counted = False
+
+    def check_counted(self) -> None:
+        """Called when gradients arrive.
+
+        Raises:
+            UsageError: they come from a backward that the engine does not know of.
+        """
+        if not self._counted:
+            raise UsageError(
+                "a backward outside of engine.backward(loss): its gradients would be summed but not counted. "
+                "Call engine.backward(loss) instead of loss.backward()"
+            )
 
     def check_parameters(self) -> None:
         """Look whether what other ranks see of the parameters is what this rank has.

@@ -132,6 +132,7 @@ class _TimedReduceScatter(PlainMemory, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._sharding.check_counted()
         blocked = self._sharding.blocked
         with self._sharding.timed("reduce_scatter", self._group) as clock:
             work: dist.Work | None = reduce_scatter(

@@ -34,6 +34,11 @@ from odcengine.sharding.layout import (
 )
 from odcengine.transport.base import Transport, Window, WindowPlan, WindowSpec
 
+_CHANGED = (
+    "{} was changed after it was published (a load, or a write outside engine.step()); other ranks would use "
+    "its old value. Call engine.publish() on every rank after changing parameters, between minibatches"
+)
+
 
 def plan_windows(groups: Sequence[ParamGroup], num_nodes: int) -> WindowPlan:
     """Lay out the windows of a model: for each group one of parameters and one accumulator.
@@ -100,6 +105,7 @@ class OnDemandSharding(Sharding):
         column = transport.grid.column
         self._node_order = [column.index(rank) for rank in sorted(column)]
         self._versions: dict[int, int] = {}
+        self._compared: set[int] = set()  # groups whose own shard was compared in this minibatch
         self._sums: list[torch.Tensor] = []
         self._used = torch.zeros(len(self.trainable), dtype=torch.float64)
         first = 0
@@ -114,21 +120,23 @@ class OnDemandSharding(Sharding):
 
     # -- inside a minibatch ----------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        super().begin()
+        self._compared.clear()
+
     def check_parameters(self) -> None:
         super().check_parameters()
         for group in self.groups:
             for entry in group.entries:
                 if self._versions.get(id(entry.param)) != entry.param._version:
-                    raise UsageError(
-                        f"parameter {entry.name} was changed after it was published (a load, or a write "
-                        "outside engine.step()); other ranks would use its old value. Call engine.publish() "
-                        "on every rank after changing parameters"
-                    )
+                    raise UsageError(_CHANGED.format(f"parameter {entry.name}"))
 
     def pull(self, group: ParamGroup, out: torch.Tensor) -> None:
         """Fill ``out`` (``[W, nbytes]`` uint8, own row in place) with the group's parameters."""
         start = time.perf_counter()
         self.control.check()
+        if group.index not in self._compared:
+            self._compare_with_published(group, out[self.control.topology.rank])
         if self._lockstep:
             self.blocked.wait_s += self.transport.barrier(Meeting.LOCKSTEP_GATHER, group.index)
         self.blocked.wait_s += self.transport.gather(self._param_windows[group.index], out, self.epoch)
@@ -138,6 +146,15 @@ class OnDemandSharding(Sharding):
         self.blocked.gather_s += end - start
         if self.recorder is not None:
             self.recorder.add("gather", start, end, group.index)
+
+    def _compare_with_published(self, group: ParamGroup, own: torch.Tensor) -> None:
+        """Once a minibatch: what FSDP2 takes of this rank's shard is what other ranks take of it.
+
+        Versions do not show writes through ``.data`` or a local tensor; the bytes do.
+        """
+        self._compared.add(group.index)
+        if not torch.equal(own, self._param_windows[group.index].local[self.transport.grid.node]):
+            raise UsageError(_CHANGED.format(f"a parameter of {group.label}"))
 
     def push(self, group: ParamGroup, rows: torch.Tensor, offset: int) -> None:
         """Add ``rows`` (``[W, k]``) into the owners' accumulators, from element ``offset`` of each shard."""
@@ -151,7 +168,8 @@ class OnDemandSharding(Sharding):
             self.recorder.add("push", start, end, group.index)
 
     def enter_push(self, group: ParamGroup) -> None:
-        """In lock-step, meet all ranks before the group's gradients are handed over."""
+        """Before the group's gradients are handed over; in lock-step all ranks meet."""
+        self.check_counted()
         self.blocked.num_pushes += 1
         if self._lockstep:
             waited = self.transport.barrier(Meeting.LOCKSTEP_PUSH, group.index)
@@ -247,6 +265,7 @@ class OnDemandSharding(Sharding):
             self.control.wait_work(work, "the exchange of parameters between nodes")
             if not self._in_order():
                 window.local[self._node_order] = rows.view(window.local.shape)
+        self._compared.clear()
         self.epoch += 1
         self.transport.signal_published(self.epoch)
 

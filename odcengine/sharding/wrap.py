@@ -37,11 +37,11 @@ def block_modules(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[
         found = [module for module in modules if type(module).__name__ in names]
         if found:
             return found
-        blocks = [child for module in modules if isinstance(module, nn.ModuleList) for child in module]
+        lists = [module for module in modules if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+        blocks = {child for module in lists for child in module.children() if not _is_container(child)}
         if not blocks:
             logger.info("wrap: no block classes known for %s; it is one group", type(model).__name__)
-        # A ModuleList has no forward of its own, so it can be no group itself.
-        return [b for b in dict.fromkeys(blocks) if any(True for _ in b.parameters())]
+        return [m for m in modules if m in blocks and any(True for _ in m.parameters())]
     wanted = [wrap] if isinstance(wrap, str) else list(wrap)
     classes = {type(module).__name__ for module in modules}
     unknown = [name for name in wanted if name not in classes]
@@ -50,7 +50,19 @@ def block_modules(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[
             f"odc.wrap: {', '.join(unknown)}: no module of {type(model).__name__} has this class; "
             f"its classes are {', '.join(sorted(classes))}"
         )
-    return [module for module in modules if type(module).__name__ in wanted]
+    found = [module for module in modules if type(module).__name__ in wanted]
+    containers = sorted({type(module).__name__ for module in found if _is_container(module)})
+    if containers:
+        raise ConfigError(
+            f"odc.wrap: {', '.join(containers)} only holds modules and is never called itself; name the "
+            "classes of the modules in it"
+        )
+    return found
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module has no forward of its own (a ModuleList, say), so that FSDP2 cannot hook into it."""
+    return type(module).forward is nn.Module.forward
 
 
 def _no_split_names(model: nn.Module) -> set[str]:
@@ -83,20 +95,53 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], device_type: str)
                 f"model: parameter {name} is on {parameter.device}; the ranks of this job train on "
                 f"{device_type} (materialise or move the model before odcengine.initialize)"
             )
-    _check_ties(model, blocks)
+        if parameter.dim() == 0 or parameter.numel() == 0:
+            raise ConfigError(
+                f"model: parameter {name} has shape {list(parameter.shape)}; FSDP2 shards parameters of "
+                "one or more dimensions with at least one element (give a scalar the shape [1])"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ConfigError(
+                f"model: parameter {name} has dtype {parameter.dtype}; what is trained must be floating point"
+            )
+    groups = _groups_of_modules(model, blocks)
+    _check_ties(model, groups)
+    _check_dtypes(model, groups)
 
 
-def _check_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """A parameter shared between groups would be sharded twice: its uses would drift apart."""
+def _groups_of_modules(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, str]:
+    """For each module, by id, the name of the group that owns its parameters."""
     block_names = {id(module): name for name, module in model.named_modules()}
-    owner: dict[int, str] = {}
+    owner = dict.fromkeys(map(id, model.modules()), "the root")
     for block in blocks:
         for module in block.modules():  # inner blocks come later and overwrite: the innermost group owns it
             owner[id(module)] = block_names[id(block)]
+    return owner
+
+
+def _check_dtypes(model: nn.Module, owner: dict[int, str]) -> None:
+    """FSDP2 wants one dtype for all that is trained in a group, and says so only in the first forward."""
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for module_name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                continue
+            group, name = owner[id(module)], f"{module_name}.{parameter_name}".lstrip(".")
+            other, dtype = first.setdefault(group, (name, parameter.dtype))
+            if dtype != parameter.dtype:
+                raise ConfigError(
+                    f"model: {other} has dtype {dtype} and {name} {parameter.dtype} in one group ({group}); "
+                    "what is trained together needs one dtype (convert the model, or give one of the modules "
+                    "a group of its own with odc.wrap)"
+                )
+
+
+def _check_ties(model: nn.Module, owner: dict[int, str]) -> None:
+    """A parameter shared between groups would be sharded twice: its uses would drift apart."""
     uses: dict[int, dict[str, str]] = defaultdict(dict)
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
-            group = owner.get(id(module), "the root")
+            group = owner[id(module)]
             uses[id(parameter)].setdefault(group, f"{module_name}.{name}")
     for groups in uses.values():
         if len(groups) > 1:

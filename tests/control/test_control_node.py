@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -545,7 +546,8 @@ def _stale_connections(rank: int, world: int, token: str) -> None:
     if rank == 0:
         control = block(rank, world, token)
     else:
-        address = f"\0odc-{token}-0-1"
+        name = hashlib.sha256(f"{token}-0-1".encode()).hexdigest()[:32]
+        address = f"\0odc-{name}"
         deadline = time.monotonic() + 10
         for how in ("silent", "closes", "nonsense", "resets"):
             client = socket.socket(socket.AF_UNIX)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +172,87 @@ def test_changed_parameters_need_publish() -> None:
 def test_published_changes_are_seen_by_all_ranks() -> None:
     first, second = values(run_ranks(_load_weights, 2, True, timeout_s=20))
     assert torch.equal(first, second)
+
+
+def _change_unseen(rank: int, world_size: int, how: str) -> None:
+    engine = _engine()
+    _minibatch(engine, rank, world_size, 0, number=1)
+    if how == "in the minibatch":
+        with torch.no_grad():
+            next(engine.parameters()).mul_(0.5)
+    engine.step()
+    for parameter in engine.parameters():
+        if how == "data":
+            parameter.data.mul_(0.5)
+        if how == "local":
+            parameter.to_local().detach().mul_(0.5)
+    _minibatch(engine, rank, world_size, 1)
+
+
+@pytest.mark.parametrize("how", ["data", "local", "in the minibatch"])
+def test_changes_that_versions_do_not_show_are_noticed(how: str) -> None:
+    for result in run_ranks(_change_unseen, 2, how, timeout_s=20):
+        assert "was changed after it was published" in str(result.error), result
+
+
+def _raw_backward(rank: int, world_size: int, transport: str) -> None:
+    engine = _engine(transport=transport)
+    loss, _ = loss_of(engine, micro_batches("x", 0, world_size, equal=True)[rank][0])
+    loss.backward()
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+def test_a_backward_that_would_not_be_counted_is_refused(transport: str) -> None:
+    for result in run_ranks(_raw_backward, 2, transport, timeout_s=20):
+        assert "Call engine.backward(loss) instead of loss.backward()" in str(result.error), result
+
+
+def _drop(rank: int, world_size: int) -> tuple[list[int], list[bool]]:
+    counts, warned = [], []
+    for _ in range(4):
+        engine = _engine()
+        _minibatch(engine, rank, world_size, 0)
+        engine.step()
+        torch.distributed.barrier()  # all are done with each other's windows
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del engine
+            gc.collect()
+        warned.append(any("dropped without close()" in str(w.message) for w in caught))
+        counts.append(Path("/proc/self/maps").read_text().count("memfd:odc-"))
+    return counts, warned
+
+
+def test_engines_that_are_dropped_give_their_memory_back() -> None:
+    for counts, warned in values(run_ranks(_drop, 2, timeout_s=30)):
+        assert counts == [0] * 4
+        assert warned == [True] * 4
+
+
+def _evaluation_mode(rank: int, world_size: int) -> tuple[bool, float]:
+    data = [{"input_ids": [1, 2, 3]}] * 4
+    config = {
+        "train_batch_size": 4,
+        "model": {"config": {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, **LAYERS}},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine, _, loader, _ = odcengine.initialize(config=config, training_data=data)
+    assert loader is not None
+    trains = engine.module.training
+    engine.eval()  # without dropout: a choice of the script
+    for minibatch in loader:
+        for micro_batch in minibatch:
+            engine.backward(engine(micro_batch))
+        count = engine.step().count
+    engine.close()
+    return trains, count
+
+
+LAYERS = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def test_models_train_in_evaluation_mode_too() -> None:
+    assert values(run_ranks(_evaluation_mode, 2, timeout_s=30)) == [(True, 8.0)] * 2
 
 
 def _load_after_evaluation(rank: int, world_size: int) -> None:
@@ -336,6 +420,59 @@ class _Odd(nn.Module):
         self.inner = nn.Linear(2, 3 + int(os.environ["RANK"]))
 
 
+class _Nested(nn.Module):
+    """Blocks in lists of lists and in dictionaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            for block in stage.values() if isinstance(stage, nn.ModuleDict) else stage:
+                x = torch.tanh(block(x))
+        return x
+
+
+def _nested(rank: int, world_size: int) -> tuple[int, bool]:
+    config = config_for(CASE)
+    config["odc"]["wrap"] = "auto"
+    engine = odcengine.initialize(model=_Nested(), config=config)[0]
+    engine.backward(engine(torch.ones(2, 4)).sum(), count=2)
+    applied = engine.step().applied
+    engine.close()
+    return len(engine._sharding._fsdp_modules), applied
+
+
+def test_blocks_in_nested_containers() -> None:
+    assert values(run_ranks(_nested, 2)) == [(4, True)] * 2  # three blocks and the root
+
+
+def _of_parameters(*shapes_and_dtypes: Any) -> nn.Module:
+    model = nn.Module()
+    for number, (shape, dtype) in enumerate(shapes_and_dtypes):
+        model.register_parameter(f"p{number}", nn.Parameter(torch.zeros(shape, dtype=dtype)))
+    return model
+
+
+def _scalar() -> nn.Module:
+    return _of_parameters(((), torch.float32))
+
+
+def _empty() -> nn.Module:
+    return _of_parameters(((0, 3), torch.float32))
+
+
+def _mixed() -> nn.Module:
+    return _of_parameters(((2,), torch.float32), ((2,), torch.float64))
+
+
+def _complex() -> nn.Module:
+    return _of_parameters(((2,), torch.complex64))
+
+
 def _frozen() -> nn.Module:
     return nn.Linear(2, 2).requires_grad_(False)
 
@@ -355,6 +492,11 @@ BAD = {
         "blocks.0.weight (group blocks.0) and blocks.1.weight (group blocks.1) are one tied parameter",
     ),
     "models differ": (_Odd, {}, "requires_grad of its tensors) of ranks [1] differs from rank 0's"),
+    "scalar": (_scalar, {}, "parameter p0 has shape []"),
+    "empty": (_empty, {}, "parameter p0 has shape [0, 3]"),
+    "mixed dtypes": (_mixed, {}, "p0 has dtype torch.float32 and p1 torch.float64 in one group (the root)"),
+    "complex": (_complex, {}, "parameter p0 has dtype torch.complex64"),
+    "container": (_Nested, {"odc": {"wrap": ["ModuleList"]}}, "odc.wrap: ModuleList only holds modules"),
     "unknown block class": (TinyLM, {"odc": {"wrap": ["Blok"]}}, "odc.wrap: Blok: no module of TinyLM"),
     "unknown key": (TinyLM, {"optimiser": {}}, "optimiser"),
     "no optimizer": (TinyLM, {"optimizer": None}, "optimizer: the configuration has none"),
