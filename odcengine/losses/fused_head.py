@@ -86,9 +86,13 @@ def _returning_loss(head: nn.Linear, micro_batch: MicroBatch) -> Iterator[list[t
     returned: list[tuple[torch.Tensor, int]] = []
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        loss = linear_cross_entropy_sum(
-            hidden, head.weight, head.bias, micro_batch.labels, num_targets=micro_batch.num_targets
-        ).reshape(1, 1, 1)
+        loss = (
+            linear_cross_entropy_sum(
+                hidden, head.weight, head.bias, micro_batch.labels, num_targets=micro_batch.num_targets
+            )
+            .reshape(1, 1, 1)
+            .clone()
+        )  # FSDP2 warns about views
         returned.append((loss, loss._version))
         return loss
 
