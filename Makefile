@@ -1,6 +1,6 @@
 # Every target works in a fresh clone without a virtual environment.
 #
-#   make install   create .venv with the pinned CPU build of torch and the development tools
+#   make install   create .venv with the pinned torch and the development tools
 #   make demo      train a small model on this machine's CPU cores
 #   make test      the default test run             (PYTEST_ARGS="..." is passed on)
 #   make check     ruff and mypy

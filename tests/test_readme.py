@@ -1,0 +1,104 @@
+"""What README.md says to type works as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+TOOLS = {"odc-launch": "odc_launcher", "odc": "odc_tools"}
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language, "" for plain ones."""
+    found: list[str] = []
+    inside: str | None = None
+    for line in README.splitlines(keepends=True):
+        if line.startswith("```"):
+            inside = line.strip()[3:] if inside is None else None
+            if inside == language:
+                found.append("")
+        elif inside == language:
+            found[-1] += line
+    return found
+
+
+def commands() -> list[list[str]]:
+    """Command lines of README's plain blocks, without the make targets."""
+    lines = "".join(blocks("")).replace("\\\n", " ").splitlines()
+    return [line.split() for line in lines if line.strip() and not line.startswith("make ")]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of the README with this interpreter and these sources."""
+    name = words[0].removeprefix(".venv/bin/")
+    program = ["-m", TOOLS[name]] if name in TOOLS else []
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
+    return subprocess.run(
+        [sys.executable, *program, *words[1:]],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the checkout's files, where commands may write."""
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def test_commands_are_known() -> None:
+    programs = {words[0] for words in commands()}
+    assert programs == {"odc-launch", ".venv/bin/python", ".venv/bin/odc-launch"}
+
+
+def test_prepare_then_train(checkout: Path) -> None:
+    """In README's order; the launcher's example with a script of its own is the next test."""
+    mine = [words for words in commands() if words[0] != "odc-launch"]
+    assert len(mine) == 3
+    for words in mine:
+        done = run(words, checkout)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (checkout / "demo_out" / "tokens").is_dir()
+
+
+def test_the_script_and_the_configuration(checkout: Path) -> None:
+    import transformers
+
+    from odcengine.data import TokenDataset
+
+    config: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**config, num_hidden_layers=2, num_attention_heads=2)
+    )
+    model.save_pretrained(checkout / "path/to/model")  # with weights: from_pretrained gives evaluation mode
+    samples = [{"input_ids": list(range(1, 3 + number % 50))} for number in range(70)]
+    TokenDataset.write(checkout / "path/to/tokens", samples)
+    (script,) = blocks("python")
+    (checkout / "train.py").write_text(script + 'print("last loss", metrics.loss)\n')
+    (checkout / "config.yaml").write_text(blocks("yaml")[0])
+    (words,) = [words for words in commands() if words[0] == "odc-launch"]
+    done = run(words, checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = re.findall(r"last loss (\S+)", done.stdout)
+    assert len(losses) == 2
+    assert 3 < float(losses[0]) == float(losses[1]) < 6
+    assert "Warning" not in done.stdout
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
