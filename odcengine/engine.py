@@ -343,6 +343,8 @@ class OdcEngine:
     def close(self) -> None:
         """Leave the job: wait for all ranks, then let go of shared memory. The model stays sharded.
 
+        Several engines of a process are closed in the same order on all ranks.
+
         Raises:
             PeerError: another rank failed before it came here.
         """
