@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from odcengine._version import __version__
@@ -178,9 +178,16 @@ def _script_problems(script: str) -> list[str]:
 
 def _module_problems(module: str) -> list[str]:
     top = module.partition(".")[0]
-    # Looked up like python -m does, which puts the working folder first; nothing is imported.
-    if top and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None:
-        return []
+    # Looked up like python -m does: the working folder first, then every finder, as editable installs have
+    # one of their own. Only the top-level package, for looking further would import it.
+    sys.path.insert(0, os.getcwd())
+    try:
+        if top and importlib.util.find_spec(top) is not None:
+            return []
+    except (ImportError, ValueError):  # of a finder; of a loaded module without a spec
+        pass
+    finally:
+        sys.path.pop(0)
     return [f"module {module!r} is not found in {os.getcwd()} nor on Python's path"]
 
 

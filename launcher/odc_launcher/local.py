@@ -278,11 +278,15 @@ class _Launch:
         # Only the ranks themselves: their helpers (of data loaders, say) would die of it.
         for rank in self._ranks:
             rank.signal(number, group=False)
+            if number in (signal.SIGINT, signal.SIGTERM):
+                rank.signal(signal.SIGCONT, group=False)  # a stopped rank could not act on it
 
     def _end_all(self, number: signal.Signals) -> None:
         for rank in self._ranks:
             rank.told_to_end = rank.told_to_end or rank.alive
             rank.signal(number, group=True)
+            if number == signal.SIGTERM:
+                rank.signal(signal.SIGCONT, group=True)  # a stopped process could not act on it
         alive = [str(rank.plan.rank) for rank in self._ranks if rank.alive]
         if alive:
             self._note(f"{number.name} to rank{'s' * (len(alive) > 1)} {', '.join(alive)}")

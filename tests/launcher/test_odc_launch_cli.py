@@ -141,6 +141,39 @@ def test_module_and_end_of_options(launcher: Launcher, words: list[str]) -> None
     assert (code, out) == (0, "[rank 0] --config x\n")
 
 
+def test_module_that_only_a_finder_of_its_own_knows(launcher: Launcher) -> None:
+    """As after ``pip install -e``, whose packages are on no path."""
+    hidden = launcher.folder / "hidden" / "project"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("import os\nopen(os.environ['RANK'], 'w')\n")  # no rank, no RANK
+    (hidden / "train.py").write_text("print('trained')")
+    site = launcher.folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from importlib.util import spec_from_file_location\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'project':\n"
+        f"            where = {str(hidden)!r}\n"
+        "            return spec_from_file_location(\n"
+        "                name, where + '/__init__.py', submodule_search_locations=[where])\n"
+        "sys.meta_path.append(Finder)\n"
+    )
+    launcher.env["PYTHONPATH"] += os.pathsep + str(site)
+    code, out, err = finish(launcher.start("-m", "project.train"))
+    assert (code, out) == (0, "[rank 0] trained\n"), err
+    code, _, err = finish(launcher.start("-m", "projekt"))
+    assert code == 2
+    assert "module 'projekt' is not found" in err
+
+
+def test_working_folder_comes_first_as_for_python_m(launcher: Launcher) -> None:
+    (launcher.folder / "mine.py").write_text("print('mine')")
+    assert finish(launcher.start("-m", "mine"))[:2] == (0, "[rank 0] mine\n")
+
+
 def test_environment_of_a_rank(launcher: Launcher) -> None:
     launcher.write(DUMP)
     config = launcher.folder / "c.json"

@@ -405,6 +405,36 @@ def test_ranks_that_ignore_term_are_killed_after_the_grace_time(launcher: Launch
     assert launcher.log(0) == b"heard SIGTERM\n"
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_stopped_rank_acts_on_a_passed_on_signal(launcher: Launcher, name: str) -> None:
+    process = launcher.ranks(1, f"\nends = [{int(signal.Signals[name])}]\n" + LISTEN.replace("\n    ", "\n"))
+    (rank,) = pids(launcher.wait_for("ready0"))
+    os.kill(rank, signal.SIGSTOP)
+    process.send_signal(signal.Signals[name])
+    start = time.monotonic()
+    code, _, err = finish(process)
+    assert time.monotonic() - start < 4
+    assert code == 0, err
+    assert launcher.log(0) == f"heard {name}\n".encode()
+
+
+def test_stopped_rank_ends_with_term_after_another_failed(launcher: Launcher) -> None:
+    source = """
+        open(f"ready{rank}", "w").write(str(os.getpid()))
+        time.sleep(600)
+    """
+    process = launcher.ranks(2, source, "--grace-s", "0.3")
+    stopped, failing = pids(launcher.wait_for("ready*", 2))
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(failing, signal.SIGUSR1)
+    start = time.monotonic()
+    code, _, err = finish(process)
+    assert time.monotonic() - start < 4
+    assert code == 128 + signal.SIGUSR1
+    assert "rank 0 SIGTERM (ended by odc-launch)" in err
+    assert "SIGKILL" not in err
+
+
 def test_passed_on_signals_spare_the_ranks_helpers(launcher: Launcher) -> None:
     source = """
         got = []
