@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +149,64 @@ def test_growth_is_found(changes: dict[str, int], problem: str | None) -> None:
     selftest._check_growth(7, [*map(held, places), held("engine 1, end", **changes)], problems)
     assert len(problems) == (problem is not None)
     assert problem is None or problem in problems[0]
+
+
+# -- how it ends -------------------------------------------------------------------------------------------
+
+
+def test_launcher_that_refuses_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(selftest, "_GRACE_S", -1.0)  # the launcher refuses that
+    start = time.monotonic()
+    row = selftest.check_failures([2], 1, 0)
+    assert time.monotonic() - start < 20
+    (problem,) = row.problems
+    assert "the launcher ended with exit code 2 before rank" in problem
+    assert "odc-launch: error: " in problem
+    assert not list(tmp_path.iterdir())
+
+
+def of_the_test(folder: Path) -> list[int]:
+    """Living processes that have the folder as their place for temporary files, or one in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                environ = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_bytes().rpartition(b") ")[2][:1]
+            except OSError:
+                continue
+            if f"TMPDIR={folder}".encode() in environ and state not in (b"Z", b"X"):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RANK", "MASTER_", "ODC"))
+    }
+    env["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in ("", "launcher", "tools"))
+    words = ["selftest", "--operations", "1000000", "--minibatches", "0", "--kills", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "odc_tools", *words],
+        env=env | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also where it is ignored
+    )
+    deadline = time.monotonic() + 60
+    while len(of_the_test(tmp_path)) < 4:  # it, the launcher and two ranks
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert f"ended by {number.name}" in told
+    assert "Traceback" not in told
+    assert not of_the_test(tmp_path)
+    assert not list(tmp_path.iterdir())

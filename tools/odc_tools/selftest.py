@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from odcengine._version import __version__
@@ -33,8 +34,10 @@ RSS_TOLERANCE_BYTES = 4 * 2**20
 
 _TIMEOUT_S, _GRACE_S = 2.0, 1.0  # of the trainings that are broken on purpose
 _LAUNCHER_TERM_S = 5.0  # odc-launch's time between SIGTERM and SIGKILL
+_KILL_S = 10.0  # for processes to be gone after SIGKILL
 _MARGIN_S = 10.0  # for starting interpreters to end on a busy machine
 _MARK = "ODC_SELFTEST"
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HOWS = ("kill", "raise", "stop")
 
 
@@ -55,6 +58,18 @@ class Row:
     outcome: str = ""
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+
+class _NotReached(Exception):
+    """The ranks did not get as far as they had to before one of them could be broken."""
+
+
+class _Stopped(BaseException):
+    """A signal asks the test to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the test and prints a table.
 
     Returns:
-        0 if everything passed, else 1.
+        0 if everything passed, 128 + N where signal N ended the test, else 1.
     """
     if sys.platform != "linux":
         raise ConfigError("odc selftest needs Linux: its ranks share memory through memfd")
@@ -95,9 +110,14 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks {options.ranks}: it must be 2 or more; one rank talks to nobody")
     ranks = [options.ranks] if options.ranks else [2, 3, 4] if options.soak else [2]
     rows = []
-    for row in _rows(operations, minibatches, kills, ranks, options.seed, options.soak):
-        rows.append(row)
-        print(_format(row), flush=True)
+    try:
+        with _stopped_by_signals():
+            for row in _rows(operations, minibatches, kills, ranks, options.seed, options.soak):
+                rows.append(row)
+                print(_format(row), flush=True)
+    except _Stopped as stopped:
+        print(f"odc selftest: ended by {stopped.number.name}; its ranks are ended too", file=sys.stderr)
+        return 128 + stopped.number
     passed = not any(row.problems for row in rows)
     print("passed" if passed else "FAILED", flush=True)
     if options.json:
@@ -109,6 +129,31 @@ def run(options: argparse.Namespace) -> int:
         }
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if passed else 1
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Turns the first INT, TERM or HUP into :class:`_Stopped`; later ones do not disturb the cleaning up.
+
+    What was ignored before (by nohup, say) stays ignored.
+    """
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise _Stopped(signal.Signals(number))
+
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    try:
+        for number in caught:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 def _versions() -> dict[str, str]:
@@ -171,10 +216,27 @@ class Ranks:
         argv += ["--log-dir", str(self.logs), "--show", "none", "--grace-s", str(_GRACE_S), "--oversubscribe"]
         argv += ["-m", "odc_tools._selftest_ranks", task, words]
         self.output = folder / "launcher.txt"
+        self._argv, self._env = argv, env
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start them; :meth:`kill` ends them also where this is interrupted."""
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                argv, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            self._process = subprocess.Popen(
+                self._argv,
+                env=self._env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The launcher."""
+        if self._process is None:
+            raise RuntimeError("the ranks were not started")
+        return self._process
 
     def wait(self, timeout_s: float) -> int | None:
         """The launcher's exit code; None, and everything killed, where it did not end in time."""
@@ -185,12 +247,15 @@ class Ranks:
             return None
 
     def kill(self) -> None:
-        """End whatever is left."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(10)
-        for pid in self.processes():
-            _signal(pid, signal.SIGKILL)
+        """End whatever is left, and wait until it is gone."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(_KILL_S)
+        deadline = time.monotonic() + _KILL_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(0.02)
 
     def processes(self) -> dict[int, int | None]:
         """All living processes of these ranks, however they were started: process id -> rank."""
@@ -230,12 +295,26 @@ class Ranks:
 
 @contextmanager
 def _ranks(task: str, world_size: int, spec: Mapping[str, Any]) -> Iterator[Ranks]:
-    with tempfile.TemporaryDirectory(prefix="odc-selftest-", ignore_cleanup_errors=True) as folder:
-        ranks = Ranks(Path(folder), task, world_size, spec)
-        try:
-            yield ranks
-        finally:
+    with _undisturbed():
+        folder = tempfile.TemporaryDirectory(prefix="odc-selftest-", ignore_cleanup_errors=True)
+        ranks = Ranks(Path(folder.name), task, world_size, spec)
+    try:
+        ranks.start()
+        yield ranks
+    finally:
+        with _undisturbed():
             ranks.kill()
+            folder.cleanup()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Holds signals back, so that they do not leave something half made or half removed."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -343,7 +422,7 @@ def check_failures(world_sizes: Sequence[int], rounds: int, seed: int) -> Row:
         with _ranks("train", world_size, {"seed": number, "timeout_s": _TIMEOUT_S}) as ranks:
             try:
                 seconds, problems = _break(ranks, how, victim, at_start, dice)
-            except TimeoutError as error:
+            except _NotReached as error:
                 seconds, problems = 0.0, [str(error)]
         longest[how] = max(longest[how], seconds)
         counts[how] += 1
@@ -418,17 +497,28 @@ def _check_survivors(ranks: Ranks, how: str, victim: int) -> list[str]:
 def _wait_for_rank(ranks: Ranks, rank: int) -> int:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
+        ended = ranks.process.poll() is not None  # asked first: a rank is looked for once more after it
         for pid, owner in ranks.processes().items():
             if owner == rank and pid != ranks.process.pid:
                 return pid
+        if ended:
+            raise _too_early(ranks, f"rank {rank} was running")
         time.sleep(0.02)
-    raise TimeoutError(f"rank {rank} did not start within 60 s: {ranks.told()}")
+    raise _NotReached(f"rank {rank} did not start within 60 s: {ranks.told()}")
 
 
 def _wait_for_training(ranks: Ranks) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and ranks.process.poll() is None:
+    while time.monotonic() < deadline:
+        ended = ranks.process.poll() is not None
         if all((ranks.folder / f"training{rank}").exists() for rank in range(ranks.world_size)):
             return
+        if ended:
+            raise _too_early(ranks, "all ranks were training")
         time.sleep(0.02)
-    raise TimeoutError(f"the ranks did not train within 120 s: {ranks.told()}")
+    raise _NotReached(f"the ranks did not train within 120 s: {ranks.told()}")
+
+
+def _too_early(ranks: Ranks, before: str) -> _NotReached:
+    code = ranks.process.returncode
+    return _NotReached(f"the launcher ended with exit code {code} before {before}: {ranks.told()}")
