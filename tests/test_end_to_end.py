@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
 
+ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import os, signal, sys, time
 import torch

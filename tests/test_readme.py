@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
+ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 TOOLS = {"odc-launch": "odc_launcher", "odc": "odc_tools"}
 
