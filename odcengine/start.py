@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -10,8 +11,10 @@ import hashlib
 import json
 import logging
 import secrets
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +74,31 @@ def join(info: RankInfo, config: Config) -> Job:
         ConfigError: the ranks' configurations differ, or sharding does not fit the nodes.
         DeadlineError: a rank did not come in time.
     """
+    with _interruptible():
+        return _join(info, config)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGINT ends the process, as it does by default, while torch waits for other ranks.
+
+    Its stores and gloo wait in C++ and start again after a signal: Python could raise KeyboardInterrupt only
+    when the limit has passed. A handler of the user's stays.
+    """
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _join(info: RankInfo, config: Config) -> Job:
     options = config.odc
     startup = datetime.timedelta(seconds=options.startup_timeout_s)
     if not dist.is_initialized():
