@@ -28,6 +28,14 @@ TITLES = {
 }
 LOSS_TOLERANCE = 1e-4
 QUIET = 0.05
+# What the demo is to show, pooled over at least 3 data orders x 5 minibatches.
+COLLECTIVE_GOALS = {PACKED: 1.10, SINGLE: 1.35}
+BELOW_PREDICTION = 0.03
+IDLE_GOAL = 0.05
+RELATIVE_LOSS_GOAL = 1e-6
+LOAD_GOAL = 0.01
+# Folders of the recorded timelines.
+TIMELINES = {COLLECTIVE: "timelines/collective", ON_DEMAND: "timelines/on_demand"}
 
 Line = dict[str, Any]
 Minibatch = dict[str, Line]  # by method
@@ -47,6 +55,60 @@ class Spread:
 
     def show(self, form: str) -> str:
         return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+@dataclass(frozen=True)
+class Ratio(Spread):
+    """How many times the tokens/s of another method: of each minibatch, and pooled.
+
+    Args:
+        pooled: all tokens by all time of the one, divided by the same of the other.
+        by_seed: the same for each data order.
+    """
+
+    pooled: float
+    by_seed: list[float]
+
+    @classmethod
+    def between(cls, minibatches: Sequence[Minibatch], fast: str, slow: str) -> Ratio:
+        """Both did the same tokens, so only the times count."""
+        times = [
+            (one[slow]["seed"], max(one[slow]["wall_s"]), max(one[fast]["wall_s"])) for one in minibatches
+        ]
+        ratios = [slow_s / fast_s for _, slow_s, fast_s in times]
+
+        def pool(which: Sequence[tuple[int, float, float]]) -> float:
+            return sum(slow_s for _, slow_s, _ in which) / sum(fast_s for _, _, fast_s in which)
+
+        seeds = sorted({seed for seed, _, _ in times})
+        return cls(
+            statistics.median(ratios),
+            min(ratios),
+            max(ratios),
+            pooled=pool(times),
+            by_seed=[pool([time for time in times if time[0] == seed]) for seed in seeds],
+        )
+
+    def show_pooled(self) -> str:
+        orders = ", ".join(f"{ratio:.3f}" for ratio in self.by_seed)
+        return f"{self.pooled:.3f} (data orders {orders}; minibatches {self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Something that the demo is to show.
+
+    Args:
+        what: its name.
+        measured: as text.
+        limit: as text.
+        reached: whether it is.
+    """
+
+    what: str
+    measured: str
+    limit: str
+    reached: bool
 
 
 @dataclass(frozen=True)
@@ -86,6 +148,7 @@ class MethodSummary:
         first_loss: of the warm-up, before any update.
         last_loss: of the last minibatch.
         tokens_per_s: real tokens by the time of the slowest rank, of each minibatch.
+        pooled_tokens_per_s: all tokens by all time.
         to_collective: the same relative to the collective baseline on the same minibatch.
         idle_shares: for each rank the waiting by all time, both up to the end of barrier A.
         boundary_share: time from there to the end of the step (optimizer, publishing) by all time.
@@ -95,7 +158,8 @@ class MethodSummary:
     first_loss: float
     last_loss: float
     tokens_per_s: Spread
-    to_collective: Spread
+    pooled_tokens_per_s: float
+    to_collective: Ratio
     idle_shares: list[float]
     boundary_share: float
     load_share: float
@@ -113,8 +177,8 @@ class Comparison:
     """
 
     methods: dict[str, MethodSummary]
-    on_demand_to_lock_step: Spread
-    lock_step_to_collective: Spread
+    on_demand_to_lock_step: Ratio
+    lock_step_to_collective: Ratio
     prediction: Prediction
 
     def __str__(self) -> str:
@@ -150,18 +214,69 @@ class Report:
     Args:
         comparisons: by the way in which minibatches are cut.
         loss_difference: largest difference between any two losses at an equal step, warm-up included.
+        relative_loss_difference: the same, relative to the loss.
         stolen_share: of the time in which ranks could have computed, what other programs took from them.
         num_minibatches: that count; the warm-up does not.
+        num_seeds: data orders that they are from.
     """
 
     comparisons: dict[str, Comparison]
     loss_difference: float
+    relative_loss_difference: float
     stolen_share: float
     num_minibatches: int
+    num_seeds: int
 
     @property
     def losses_agree(self) -> bool:
         return self.loss_difference <= LOSS_TOLERANCE
+
+    def goals(self) -> list[Goal]:
+        """What is to be shown beside what was measured."""
+        goals = []
+        for cut, comparison in self.comparisons.items():
+            ratio, least = comparison.methods[ON_DEMAND].to_collective, COLLECTIVE_GOALS[cut]
+            goals.append(
+                Goal(
+                    f"{cut}: on demand / collective",
+                    ratio.show_pooled(),
+                    f"at least {least:.2f}",
+                    ratio.pooled >= least,
+                )
+            )
+            ratio, predicted = comparison.on_demand_to_lock_step, comparison.prediction.ratio
+            least = predicted * (1 - BELOW_PREDICTION)
+            goals.append(
+                Goal(
+                    f"{cut}: on demand / lock-step",
+                    ratio.show_pooled(),
+                    f"at least {least:.3f}, the predicted {predicted:.3f} less {BELOW_PREDICTION:.0%}",
+                    ratio.pooled >= least,
+                )
+            )
+            idle = comparison.methods[ON_DEMAND].idle_shares
+            goals.append(
+                Goal(
+                    f"{cut}: idle on demand",
+                    ", ".join(f"{share:.2%}" for share in idle),
+                    f"at most {IDLE_GOAL:.0%} a rank",
+                    max(idle) <= IDLE_GOAL,
+                )
+            )
+        load = max(method.load_share for cut in self.comparisons.values() for method in cut.methods.values())
+        goals.append(
+            Goal("the loader's share", f"{load:.3%}", f"less than {LOAD_GOAL:.0%}", load < LOAD_GOAL)
+        )
+        difference = self.relative_loss_difference
+        goals.append(
+            Goal(
+                "relative difference of losses",
+                f"{difference:.1e}",
+                f"at most {RELATIVE_LOSS_GOAL:.0e} at every step",
+                difference <= RELATIVE_LOSS_GOAL,
+            )
+        )
+        return goals
 
     def __str__(self) -> str:
         packed = self.comparisons[PACKED].methods[ON_DEMAND]
@@ -181,7 +296,15 @@ class Report:
                 f"Other programs took {self.stolen_share:.1%} of the time that the processes could have "
                 f"computed{trust}.",
                 f"Losses at equal steps differ by at most {self.loss_difference:.1e} "
-                f"(allowed: {LOSS_TOLERANCE:g}): {verdict}.",
+                f"(allowed: {LOSS_TOLERANCE:g}), relative {self.relative_loss_difference:.1e}: {verdict}.",
+                "\nGoals (set for 3 data orders x 5 minibatches on a quiet machine) and this run, pooled over",
+                f"{self.num_seeds} data order{'s' * (self.num_seeds != 1)} and {self.num_minibatches} "
+                "minibatches in all, sum of tokens by sum of time:",
+                *(
+                    f"  {'reached    ' if goal.reached else 'NOT REACHED'}  {goal.what}: {goal.measured}; "
+                    f"goal: {goal.limit}"
+                    for goal in self.goals()
+                ),
             ]
         )
 
@@ -233,13 +356,14 @@ def summarize(lines: Sequence[Line]) -> Report:
     for line in lines:
         steps.setdefault(line["step"], []).append(line)
     expected = sorted((cut, method) for cut in CUTS for method in METHODS)
-    differences = []
+    differences, relative = [], []
     for step, of_step in steps.items():
         done = sorted((line["cut"], line["method"]) for line in of_step)
         if done != expected or any(line["samples"] != of_step[0]["samples"] for line in of_step):
             raise ValueError(f"minibatch {step} was not run by every method on the same samples")
         losses = [line["loss"] for line in of_step]
         differences.append(max(losses) - min(losses) if all(map(math.isfinite, losses)) else math.inf)
+        relative.append(differences[-1] / max(map(abs, losses)) if differences[-1] else 0.0)
     num_minibatches = sum(not of_step[0]["warm_up"] for of_step in steps.values())
     if not num_minibatches:
         raise ValueError("no minibatch beside the warm-up")
@@ -252,8 +376,10 @@ def summarize(lines: Sequence[Line]) -> Report:
     return Report(
         comparisons,
         loss_difference=max(differences),
+        relative_loss_difference=max(relative),
         stolen_share=stolen_share([line for line in lines if not line["warm_up"]]),
         num_minibatches=num_minibatches,
+        num_seeds=len({line["seed"] for line in lines if not line["warm_up"]}),
     )
 
 
@@ -262,8 +388,8 @@ def _compare(minibatches: Sequence[Minibatch]) -> Comparison:
     plans = ([minibatch[name]["plan"] for minibatch in counted] for name in (LOCK_STEP, ON_DEMAND))
     return Comparison(
         methods={name: _summarize(name, minibatches, counted) for name in METHODS},
-        on_demand_to_lock_step=_ratio(counted, ON_DEMAND, LOCK_STEP),
-        lock_step_to_collective=_ratio(counted, LOCK_STEP, COLLECTIVE),
+        on_demand_to_lock_step=Ratio.between(counted, ON_DEMAND, LOCK_STEP),
+        lock_step_to_collective=Ratio.between(counted, LOCK_STEP, COLLECTIVE),
         prediction=Prediction.of(*plans),
     )
 
@@ -281,17 +407,12 @@ def _summarize(name: str, minibatches: Sequence[Minibatch], counted: Sequence[Mi
         first_loss=minibatches[0][name]["loss"],
         last_loss=minibatches[-1][name]["loss"],
         tokens_per_s=Spread.of([line["tokens_per_s"] for line in lines]),
-        to_collective=_ratio(counted, name, COLLECTIVE),
+        pooled_tokens_per_s=sum(line["tokens"] for line in lines) / wall,
+        to_collective=Ratio.between(counted, name, COLLECTIVE),
         idle_shares=[w / (b + w) for b, w in zip(busy, wait, strict=True)],
         boundary_share=boundary / wall,
         load_share=load / wall,
     )
-
-
-def _ratio(counted: Sequence[Minibatch], fast: str, slow: str) -> Spread:
-    """Of tokens/s on each minibatch; the tokens are the same, so only the times count."""
-    pairs = ((max(minibatch[slow]["wall_s"]), max(minibatch[fast]["wall_s"])) for minibatch in counted)
-    return Spread.of([slow_s / fast_s for slow_s, fast_s in pairs])
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 
     make demo        or        python examples/demo/run.py
 
-Data, steps and logs go to ``demo_out/``. Exit code: 1 if the methods' losses differ, that of odc-launch if
-training failed, else 0.
+Data, steps, logs and a picture go to ``demo_out/``. Exit code: 1 if the methods' losses differ, that of
+odc-launch if training failed, else 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 try:
     import prepare
+    from picture import draw
     from report import LOSS_TOLERANCE, read_lines, summarize
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; `make demo` installs what is needed into .venv, `pip install -e '.[dev]'` into yours")
@@ -48,15 +49,20 @@ odcengine's demo: does on-demand communication train faster, and the same?
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare on-demand communication and collectives.")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder (default: %(default)s)")
-    parser.add_argument("--minibatches", type=int, default=6, help="measured ones (default: %(default)s)")
+    parser.add_argument(
+        "--minibatches", type=int, default=6, help="measured ones a data order (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="data orders to pool, one after the other (default: %(default)s)"
+    )
     parser.add_argument(
         "--sequences", type=int, default=16, help="a rank and minibatch (default: %(default)s)"
     )
     parser.add_argument(
         "--budget-s",
         type=float,
-        default=240.0,
-        help="on a slow machine, fewer minibatches (default: %(default)s)",
+        default=210.0,
+        help="a data order; on a slow machine, fewer minibatches (default: %(default)s)",
     )
     parser.add_argument("--max-tokens", type=int, default=2048, help="a micro-batch (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="of the model (default: %(default)s)")
@@ -68,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.hidden < 64 or arguments.hidden % 64:
         parser.error(f"--hidden is {arguments.hidden}; heads have size 64, so give a multiple of it")
-    for name in ("minibatches", "sequences", "layers"):
+    for name in ("minibatches", "seeds", "sequences", "layers"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} is {getattr(arguments, name)}, but must be at least 1")
     return arguments
@@ -81,7 +87,8 @@ def launch(arguments: argparse.Namespace) -> int:
         log.unlink()
     command = [sys.executable, "-m", "odc_launcher", "--nproc-per-node", str(NUM_RANKS), "--show", "rank0"]
     command += ["--log-dir", str(logs), str(FOLDER / "train.py"), "--out", str(arguments.out)]
-    for name in ("vocab_size", "minibatches", "sequences", "max_tokens", "layers", "hidden", "budget_s"):
+    names = ("vocab_size", "minibatches", "seeds", "sequences", "max_tokens", "layers", "hidden", "budget_s")
+    for name in names:
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     process = subprocess.Popen(command, env=os.environ | MALLOC)
     while True:
@@ -106,11 +113,12 @@ def main() -> int:
     if code:
         print(f"\nTraining failed (exit code {code}); logs are in {arguments.out / 'logs'}.", file=sys.stderr)
         return code
-    report = summarize(read_lines(arguments.out / "steps.jsonl"))
+    lines = read_lines(arguments.out / "steps.jsonl")
+    report = summarize(lines)
     (arguments.out / "summary.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
-    print(
-        f"\n{report}\n\n{time.monotonic() - start:.0f} s in all. Every step: {arguments.out / 'steps.jsonl'}"
-    )
+    draw(report, lines, arguments.out)
+    print(f"\n{report}\n\n{time.monotonic() - start:.0f} s in all.", end=" ")
+    print(f"Picture: {arguments.out / 'demo.png'}; every step: {arguments.out / 'steps.jsonl'}")
     return 0 if report.losses_agree else 1
 
 

@@ -4,6 +4,7 @@ Started by ``run.py`` through odc-launch. Each method has an engine and a copy o
 this process; and this twice, for minibatches cut into packed micro-batches and into micro-batches of one
 sequence. They take turns at every minibatch, so that whatever slows the machine down for a while hits all
 alike. What each step measured goes to ``steps.jsonl``, a line a step; ``report.py`` makes the tables of it.
+The timelines are recorded afterwards, by engines of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import COLLECTIVE, LOCK_STEP, ON_DEMAND, PACKED, SINGLE, Prediction, describe, plan_costs
+from report import (
+    COLLECTIVE,
+    LOCK_STEP,
+    ON_DEMAND,
+    PACKED,
+    SINGLE,
+    TIMELINES,
+    Prediction,
+    describe,
+    plan_costs,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import odcengine
@@ -52,13 +63,17 @@ class Contestant:
     minibatches: Iterator[Any]
 
 
-def make_config(arguments: argparse.Namespace, world_size: int, cut: str, method: str) -> dict[str, Any]:
+def make_config(
+    arguments: argparse.Namespace, cut: str, method: str, timeline_dir: Path | None = None
+) -> dict[str, Any]:
     """The configuration of a contestant; methods differ in transport and balance only."""
+    monitor = {} if timeline_dir is None else {"timeline_every": 2, "timeline_dir": str(timeline_dir)}
     return {
-        "train_batch_size": arguments.sequences * world_size,
+        "train_batch_size": arguments.sequences * int(os.environ["WORLD_SIZE"]),
         **MAX_SEQUENCES[cut],
         "gradient_clipping": 1.0,
         "steps_per_print": 0,
+        "monitor": monitor,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "odc": {"timeout_s": 120, **METHODS[method]["odc"]},
         "balance": {"max_tokens_per_micro_batch": arguments.max_tokens, **METHODS[method]["balance"]},
@@ -81,7 +96,25 @@ def make_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
     )
 
 
-def make_contestants(arguments: argparse.Namespace, world_size: int) -> list[Contestant]:
+def make_contestant(
+    arguments: argparse.Namespace,
+    dataset: TokenDataset,
+    cut: str,
+    method: str,
+    timeline_dir: Path | None = None,
+) -> Contestant:
+    """A contestant at the start of its training; with a folder, its second minibatch is recorded."""
+    engine, _, loader, _ = odcengine.initialize(
+        model=make_model(arguments),
+        config=make_config(arguments, cut, method, timeline_dir),
+        training_data=dataset,
+    )
+    assert loader is not None  # there is training data
+    return Contestant(cut, method, engine, loader, iter(loader))
+
+
+def open_dataset(arguments: argparse.Namespace, world_size: int) -> TokenDataset:
+    """The data, if there is enough of it."""
     dataset = TokenDataset.open(arguments.out / "tokens")
     batch, num_steps = arguments.sequences * world_size, arguments.minibatches + 1
     if len(dataset) < batch * num_steps:
@@ -89,16 +122,7 @@ def make_contestants(arguments: argparse.Namespace, world_size: int) -> list[Con
             f"{arguments.out} has only {len(dataset)} samples; {num_steps} minibatches of {batch} "
             f"need {batch * num_steps}"
         )
-    contestants = []
-    for cut, method in itertools.product(MAX_SEQUENCES, METHODS):
-        engine, _, loader, _ = odcengine.initialize(
-            model=make_model(arguments),
-            config=make_config(arguments, world_size, cut, method),
-            training_data=dataset,
-        )
-        assert loader is not None  # there is training data
-        contestants.append(Contestant(cut, method, engine, loader, iter(loader)))
-    return contestants
+    return dataset
 
 
 def pin_to_core() -> str:
@@ -129,7 +153,7 @@ def order_of(step: int, contestants: Sequence[Contestant]) -> list[Contestant]:
     return sorted(contestants, key=lambda one: (cuts.index(one.cut), names.index(one.method)))
 
 
-def run_minibatch(contestant: Contestant) -> dict[str, Any]:
+def run_minibatch(contestant: Contestant, seed: int) -> dict[str, Any]:
     """One optimizer step of one method, timed from a common start; returns its line, equal on all ranks."""
     engine, loader = contestant.engine, contestant.loader
     dist.barrier()
@@ -152,6 +176,7 @@ def run_minibatch(contestant: Contestant) -> dict[str, Any]:
     tokens = int(loader.lengths[list(minibatch.sample_ids)].sum())
     return {
         "step": metrics.step,
+        "seed": seed,
         "warm_up": metrics.step == 0,
         "cut": contestant.cut,
         "method": contestant.method,
@@ -176,44 +201,78 @@ def out_of_time(begun: float, num_done: int, budget_s: float) -> bool:
     return bool(decision)
 
 
+def predict(contestants: Sequence[Contestant], arguments: argparse.Namespace) -> None:
+    """Print what the plans of all minibatches to be measured say."""
+    for cut in MAX_SEQUENCES:
+        plans = {
+            one.method: [
+                plan_costs(one.loader.minibatch(number + (seed == 0), seed).plan)
+                for seed in range(arguments.seeds)
+                for number in range(arguments.minibatches)
+            ]
+            for one in contestants
+            if one.cut == cut
+        }
+        print(
+            f"{cut}: on demand / lock-step: {Prediction.of(plans[LOCK_STEP], plans[ON_DEMAND])}", flush=True
+        )
+
+
+def record_timelines(arguments: argparse.Namespace, dataset: TokenDataset) -> None:
+    """Record what the ranks do in one warm minibatch of one sequence a micro-batch, with each method.
+
+    By engines of their own and after all that is measured, so that recording disturbs nothing.
+    """
+    contestants = [
+        make_contestant(arguments, dataset, SINGLE, method, arguments.out / TIMELINES[method])
+        for method in TIMELINES
+    ]
+    for _ in range(2):
+        for contestant in contestants:
+            run_minibatch(contestant, seed=0)
+    for contestant in contestants:
+        contestant.engine.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A rank of the demo; examples/demo/run.py starts it.")
     parser.add_argument("--out", type=Path, required=True, help="folder with the data, and for steps.jsonl")
-    for name in ("--vocab-size", "--minibatches", "--sequences", "--max-tokens", "--layers", "--hidden"):
+    for name in ("--vocab-size", "--minibatches", "--seeds", "--sequences", "--max-tokens", "--layers"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--budget-s", type=float, required=True)
     arguments = parser.parse_args()
     placement = pin_to_core()
     world_size, leads = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
 
-    contestants = make_contestants(arguments, world_size)
-    num_steps = arguments.minibatches + 1  # the first is the warm-up
+    dataset = open_dataset(arguments, world_size)
+    contestants = [
+        make_contestant(arguments, dataset, cut, method)
+        for cut, method in itertools.product(MAX_SEQUENCES, METHODS)
+    ]
     if leads:
         parameters = sum(parameter.numel() for parameter in contestants[0].engine.parameters())
         print(f"model: Llama shape, {parameters / 1e6:.1f}M parameters, fp32; {placement}", flush=True)
-        for cut in MAX_SEQUENCES:
-            plans = {
-                one.method: [plan_costs(one.loader.minibatch(step).plan) for step in range(1, num_steps)]
-                for one in contestants
-                if one.cut == cut
-            }
-            prediction = Prediction.of(plans[LOCK_STEP], plans[ON_DEMAND])
-            print(f"{cut}: on demand / lock-step: {prediction}", flush=True)
+        predict(contestants, arguments)
     touch_heap()
 
     begun = time.perf_counter()
     with open(arguments.out / "steps.jsonl" if leads else os.devnull, "w", encoding="utf-8") as file:
-        for step in range(num_steps):
-            if step > 1 and out_of_time(begun, step, arguments.budget_s):
+        for step in range(1 + arguments.seeds * arguments.minibatches):  # the first is the warm-up
+            if step > 1 and out_of_time(begun, step, arguments.budget_s * arguments.seeds):
                 break
+            seed, number = divmod(max(step - 1, 0), arguments.minibatches)
             for contestant in order_of(step, contestants):
-                line = run_minibatch(contestant)
+                if seed and not number:
+                    contestant.loader.set_epoch(seed)  # a seed of its own for the order of the samples
+                line = run_minibatch(contestant, seed)
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 if leads:
                     print(describe(line), flush=True)
     for contestant in contestants:
         contestant.engine.close()
+    record_timelines(arguments, dataset)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from odcengine.control import ControlBlock
 from odcengine.errors import ConfigError
 from odcengine.monitor.recorder import KINDS, NumberedEvent
 from odcengine.topology import Topology
+
+if TYPE_CHECKING:
+    from matplotlib.figure import FigureBase
 
 _FORMAT = "odcengine timeline 1"
 _COLUMNS = 5
@@ -247,16 +250,34 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], path: Path) -> Non
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError:
         raise ConfigError(
             "drawing a timeline needs matplotlib; install it with pip install 'odcengine[monitor]'"
         ) from None
-    rows = [len(timeline.events) for _, timeline in timelines]
-    heights = [max(0.55 * count, 1.1) if count <= 16 else 9.0 for count in rows]
-    figure = Figure(figsize=(13, sum(heights) + 0.75 * len(heights) + 0.9), dpi=120, layout="constrained")
+    figure = Figure(figsize=(13, height_of(timelines)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    plot_timelines(timelines, figure)
+    figure.savefig(path)
+
+
+def height_of(timelines: Sequence[tuple[str, Timeline]]) -> float:
+    """Inches that :func:`plot_timelines` needs."""
+    heights = _heights(timelines)
+    return sum(heights) + 0.75 * len(heights) + 0.9
+
+
+def _heights(timelines: Sequence[tuple[str, Timeline]]) -> list[float]:
+    rows = [len(timeline.events) for _, timeline in timelines]
+    return [max(0.55 * count, 1.1) if count <= 16 else 9.0 for count in rows]
+
+
+def plot_timelines(timelines: Sequence[tuple[str, Timeline]], figure: FigureBase) -> None:
+    """Draw what :func:`draw_timelines` does into a figure, or part of one, of constrained layout."""
+    from matplotlib.patches import Patch
+
+    panels = figure.subplots(
+        len(timelines), 1, squeeze=False, sharex=True, height_ratios=_heights(timelines)
+    )[:, 0]
     shown: dict[str, str] = {}
     for panel, (name, timeline) in zip(panels, timelines, strict=True):
         begin = min((event[1] for events in timeline.events for event in events), default=0.0)
@@ -285,7 +306,6 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], path: Path) -> Non
         ncols=4,
         frameon=False,
     )
-    figure.savefig(path)
 
 
 def _idle(shares: Sequence[float]) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -14,11 +15,15 @@ from typing import Any
 
 import pytest
 
+from odcengine.monitor.timeline import Timeline
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"
 METHODS = ["collective", "lock-step", "on demand"]
 CUTS = ["packed", "single"]
 MINIBATCHES = 3
+SEEDS = 2
+STEPS = 1 + SEEDS * MINIBATCHES  # with the warm-up
 MAX_TOKENS = 512
 # run.py's own settings, on less of everything.
 SMALL = ["--minibatches", "3", "--sequences", "4", "--max-tokens", "512"]
@@ -27,7 +32,7 @@ SMALL += ["--layers", "2", "--hidden", "64", "--vocab-size", "1024"]
 Line = dict[str, Any]
 
 
-def run(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path | int, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a Python command as a user would who has installed the package."""
     drop = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "ODC", "MALLOC_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
@@ -47,7 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     for name in ("argparse", "asyncio", "collections", "email", "logging", "statistics", "subprocess"):
         target = library / name if (library / name).is_dir() else library / f"{name}.py"
         (sources / target.name).symlink_to(target)
-    done = run(DEMO / "run.py", "--out", "out", "--stdlib", sources, *SMALL, folder=folder)
+    done = run(DEMO / "run.py", "--out", "out", "--stdlib", sources, *SMALL, "--seeds", SEEDS, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "out", done.stdout
 
@@ -63,7 +68,7 @@ def of(lines: list[Line], cut: str, method: str) -> list[Line]:
 
 
 def test_every_method_runs_every_minibatch_on_the_same_samples(lines: list[Line]) -> None:
-    for step in range(MINIBATCHES + 1):
+    for step in range(STEPS):
         at_step = [line for line in lines if line["step"] == step]
         assert sorted((line["cut"], line["method"]) for line in at_step) == [
             (cut, method) for cut in CUTS for method in METHODS
@@ -72,6 +77,7 @@ def test_every_method_runs_every_minibatch_on_the_same_samples(lines: list[Line]
         assert len(set(at_step[0]["samples"])) == 8
         assert len({line["tokens"] for line in at_step}) == 1
         assert all(line["warm_up"] == (step == 0) for line in at_step)
+        assert all(line["seed"] == max(0, step - 1) // MINIBATCHES for line in at_step)
         losses = [line["loss"] for line in at_step]
         assert max(losses) - min(losses) < 1e-5
         for line in at_step:
@@ -86,6 +92,15 @@ def test_every_method_runs_every_minibatch_on_the_same_samples(lines: list[Line]
                 assert busy + wait < wall
             assert all(0 < cpu < wall for cpu, wall in zip(line["cpu_s"], line["wall_s"], strict=True))
             assert line["tokens_per_s"] == pytest.approx(line["tokens"] / max(line["wall_s"]))
+    # Within a data order no sample comes twice; the orders differ.
+    orders = [
+        [line["samples"] for line in of(lines, "packed", "on demand") if line["seed"] == seed]
+        for seed in range(SEEDS)
+    ]
+    for order in orders:
+        assert len(order) == MINIBATCHES
+        assert len({sample for samples in order for sample in samples}) == 8 * MINIBATCHES
+    assert {frozenset(samples) for samples in orders[0]}.isdisjoint(frozenset(x) for x in orders[1])
     for cut in CUTS:
         means = [line["loss"] for line in of(lines, cut, "on demand")]
         assert means[-1] < means[0]
@@ -103,9 +118,14 @@ def test_nobody_always_goes_first(lines: list[Line]) -> None:
 
 def test_summary_is_what_the_steps_say(finished: tuple[Path, str], lines: list[Line]) -> None:
     summary = json.loads((finished[0] / "summary.json").read_text())
-    assert summary["num_minibatches"] == MINIBATCHES
-    by_step = [[line["loss"] for line in lines if line["step"] == step] for step in range(MINIBATCHES + 1)]
+    assert summary["num_minibatches"] == SEEDS * MINIBATCHES
+    assert summary["num_seeds"] == SEEDS
+    by_step = [[line["loss"] for line in lines if line["step"] == step] for step in range(STEPS)]
     assert summary["loss_difference"] == pytest.approx(max(max(x) - min(x) for x in by_step))
+    assert summary["relative_loss_difference"] == pytest.approx(
+        max((max(x) - min(x)) / max(x) for x in by_step)
+    )
+    assert summary["relative_loss_difference"] <= 1e-6
     counted = [line for line in lines if not line["warm_up"]]
     cpu, wall, wait = (sum(sum(line[key]) for line in counted) for key in ("cpu_s", "wall_s", "wait_s"))
     assert summary["stolen_share"] == pytest.approx(max(0, 1 - cpu / (wall - wait)))
@@ -121,7 +141,13 @@ def test_summary_is_what_the_steps_say(finished: tuple[Path, str], lines: list[L
             ("lock_step_to_collective", "collective", "lock-step"),
         ):
             expected = ratios(slow, fast)
+            first, second = (
+                sum(seconds[slow][part]) / sum(seconds[fast][part])
+                for part in (slice(MINIBATCHES), slice(MINIBATCHES, None))
+            )
             assert found[key] == {
+                "pooled": pytest.approx(sum(seconds[slow]) / sum(seconds[fast])),
+                "by_seed": [pytest.approx(first), pytest.approx(second)],
                 "median": pytest.approx(statistics.median(expected)),
                 "low": pytest.approx(min(expected)),
                 "high": pytest.approx(max(expected)),
@@ -136,6 +162,9 @@ def test_summary_is_what_the_steps_say(finished: tuple[Path, str], lines: list[L
                 statistics.median(ratios("collective", method))
             )
             wall = sum(max(line["wall_s"]) for line in of_method)
+            assert summarized["pooled_tokens_per_s"] == pytest.approx(
+                sum(line["tokens"] for line in of_method) / wall
+            )
             for key in ("boundary", "load"):
                 spent = sum(max(line[f"{key}_s"]) for line in of_method)
                 assert 0 < spent < wall
@@ -175,6 +204,59 @@ def test_printed_table_shows_the_summary(finished: tuple[Path, str]) -> None:
             assert idle_and_ratio[3] == ("1" if method == "collective" else shown)
     assert "the same training" in text
     assert "only gloo being slow on CPUs" in text
+
+
+def test_goals_stand_beside_what_was_measured(finished: tuple[Path, str]) -> None:
+    text = finished[1]
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    shown = re.findall(
+        r"^  (reached|NOT REACHED) +(\S.*?): ([\d.e-]+)%?[ ,;].*goal: (.*)$", text, re.MULTILINE
+    )
+    goals = {what: (reached == "reached", value, goal) for reached, what, value, goal in shown}
+    for cut, least in (("packed", 1.10), ("single", 1.35)):
+        comparison = summary["comparisons"][cut]
+        on_demand = comparison["methods"]["on demand"]
+        ratio = on_demand["to_collective"]["pooled"]
+        assert goals[f"{cut}: on demand / collective"] == (
+            ratio >= least,
+            f"{ratio:.3f}",
+            f"at least {least:.2f}",
+        )
+        reached, value, goal = goals[f"{cut}: on demand / lock-step"]
+        ratio, predicted = comparison["on_demand_to_lock_step"]["pooled"], comparison["prediction"]["ratio"]
+        assert value == f"{ratio:.3f}"
+        assert reached == (ratio >= predicted * 0.97)
+        assert goal == f"at least {predicted * 0.97:.3f}, the predicted {predicted:.3f} less 3%"
+        assert goals[f"{cut}: idle on demand"][0] == (max(on_demand["idle_shares"]) <= 0.05)
+    methods = [method for cut in CUTS for method in summary["comparisons"][cut]["methods"].values()]
+    load = max(method["load_share"] for method in methods)
+    assert goals["the loader's share"] == (load < 0.01, f"{load * 100:.3f}", "less than 1%")
+    assert goals["relative difference of losses"][0]
+    assert len(goals) == len(shown) == 8
+
+
+def test_picture_and_recorded_timelines(finished: tuple[Path, str], tmp_path: Path) -> None:
+    out, text = finished
+    header = (out / "demo.png").read_bytes()[:24]
+    assert header.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+    assert width > 1000
+    assert height > 800
+    assert str(Path("out", "demo.png")) in text
+    samples = set()
+    for method in ("collective", "on_demand"):
+        (file,) = (out / "timelines" / method).glob("*.json")
+        timeline = Timeline.load(file)
+        assert (timeline.label, len(timeline.events)) == (method.replace("_", " "), 2)
+        forwards = [[event for event in events if event[0] == "forward"] for events in timeline.events]
+        samples.add(sum(map(len, forwards)))
+    assert samples == {8}  # the same minibatch, one sequence a micro-batch
+    # It can be drawn again from what is there.
+    again = tmp_path / "again"
+    shutil.copytree(out, again, ignore=shutil.ignore_patterns("demo.png", "tokens", "logs"))
+    done = run(DEMO / "picture.py", again, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (again / "demo.png").read_bytes() == (out / "demo.png").read_bytes()
 
 
 def test_different_losses_end_with_exit_code_1(finished: tuple[Path, str], tmp_path: Path) -> None:
