@@ -297,9 +297,9 @@ class Report:
                 f"computed{trust}.",
                 f"Losses at equal steps differ by at most {self.loss_difference:.1e} "
                 f"(allowed: {LOSS_TOLERANCE:g}), relative {self.relative_loss_difference:.1e}: {verdict}.",
-                "\nGoals (set for 3 data orders x 5 minibatches on a quiet machine) and this run, pooled over",
+                "\nGoals (set for 3 data orders x 5 minibatches on a quiet machine) and this run, over",
                 f"{self.num_seeds} data order{'s' * (self.num_seeds != 1)} and {self.num_minibatches} "
-                "minibatches in all, sum of tokens by sum of time:",
+                "minibatches in all, pooled (sum of tokens by sum of time):",
                 *(
                     f"  {'reached    ' if goal.reached else 'NOT REACHED'}  {goal.what}: {goal.measured}; "
                     f"goal: {goal.limit}"
