@@ -1,0 +1,41 @@
+"""Every file in configs/ trains: two steps of the example on two ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from odcengine.data import TokenDataset
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted(path.name for path in (ROOT / "configs").iterdir())
+MODEL = """{
+  "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+  "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2
+}"""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_trains(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(MODEL)
+    TokenDataset.write(tmp_path / "tokens", [{"input_ids": [1, 2, 3, 4 + n % 20]} for n in range(80)])
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))
+    ranks = "4" if "hybrid" in name else "2"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "odc_launcher", "--nproc-per-node", ranks),
+            *("--config", str(ROOT / "configs" / name), str(ROOT / "examples/sft/train.py")),
+            *("--model", "model", "--data", "tokens", "--steps", "2"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
