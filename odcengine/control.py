@@ -421,6 +421,7 @@ class ControlBlock:
     ) -> None:
         for index in awaited:
             if self._words[index, Word.STATE] == _LEFT:
+                self.check()  # it may have failed before it left
                 raise PeerError(
                     f"{self.describe(index)} has closed its engine, but {self.describe(self._me)} waits in "
                     f"{self._where(self._me)} for: {what}",
