@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,14 @@ class Blocked:
     wait_s: float = 0.0
     num_gathers: int = 0
     num_pushes: int = 0
+
+
+def squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Squared 2-norm of all tensors together, float64 scalar on the CPU."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        total += torch.linalg.vector_norm(tensor, dtype=torch.float64).cpu().square()
+    return total
 
 
 class Sharding(abc.ABC):
@@ -148,9 +156,10 @@ class Sharding(abc.ABC):
             scale: one over the minibatch's count, times the clipping coefficient.
         """
 
-    @abc.abstractmethod
     def release(self) -> None:
         """Drop all gradients and empty the accumulators; ``.grad`` is None afterwards."""
+        for entry in self.trainable:
+            entry.param.grad = None
 
     @abc.abstractmethod
     def publish(self, which: Changed) -> None:

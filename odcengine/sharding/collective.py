@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from odcengine._collectives import all_gather, reduce_scatter
 from odcengine.control import ControlBlock
-from odcengine.sharding.base import Changed, Sharding
+from odcengine.sharding.base import Changed, Sharding, squared_norm
 from odcengine.sharding.layout import AllGather, ParamEntry, ParamGroup, PlainMemory, ReduceScatter
 
 
@@ -41,10 +41,7 @@ class CollectiveSharding(Sharding):
     @torch.no_grad()
     def collect(self) -> torch.Tensor:
         self.reshard()
-        total = torch.zeros((), dtype=torch.float64)
-        for _, gradient in self._gradients():
-            total += torch.linalg.vector_norm(gradient, dtype=torch.float64).cpu().square()
-        return total
+        return squared_norm(gradient for _, gradient in self._gradients())
 
     def _gradients(self) -> Iterator[tuple[ParamEntry, torch.Tensor]]:
         for entry in self.trainable:
@@ -63,10 +60,6 @@ class CollectiveSharding(Sharding):
         for entry, flag in zip(self.trainable, used.tolist(), strict=True):
             if flag and entry.param.grad is None:  # another rank's micro-batch used it
                 entry.param.grad = torch.zeros_like(entry.param)
-
-    def release(self) -> None:
-        for entry in self.trainable:
-            entry.param.grad = None
 
     def publish(self, which: Changed) -> None:
         self.reshard()

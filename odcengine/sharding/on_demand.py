@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from odcengine._collectives import all_gather
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import OdcError, UsageError
-from odcengine.sharding.base import Changed, Sharding
+from odcengine.sharding.base import Changed, Sharding, squared_norm
 from odcengine.sharding.layout import (
     AllGather,
     ParamEntry,
@@ -182,10 +182,7 @@ class OnDemandSharding(Sharding):
     def collect(self) -> torch.Tensor:
         self.reshard()
         self._sums = self._between_nodes_sums() if self._between_nodes else self._own_rows()
-        total = torch.zeros((), dtype=torch.float64)
-        for flat in self._sums:
-            total += torch.linalg.vector_norm(flat, dtype=torch.float64).cpu().square()
-        return total
+        return squared_norm(self._sums)
 
     def _own_rows(self) -> list[torch.Tensor]:
         return [window.local[0] for window in self._accumulators]
@@ -237,8 +234,7 @@ class OnDemandSharding(Sharding):
         )
 
     def release(self) -> None:
-        for entry in self.trainable:
-            entry.param.grad = None
+        super().release()
         self._sums = []
         for window in self._accumulators:
             window.local.zero_()
