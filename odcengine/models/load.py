@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# Where one of these is, weights were meant to be: an interrupted download, or another format.
+_TRACES_OF_WEIGHTS = (
+    "*.index.json", "*.safetensors*", "pytorch_model*", "adapter_model*",
+    "*.h5", "*.msgpack", "*.gguf", "*.pt", "*.pth", "*.ckpt*", "*.incomplete",
+)  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -152,7 +157,10 @@ def _read(transformers: Any, source: str | os.PathLike[str] | Mapping[str, Any])
     read = transformers.AutoConfig.from_pretrained
     if isinstance(source, Mapping):
         return _config_from(transformers, dict(source)), None
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:  # ~somebody
+        raise ConfigError(f"{where} does not exist: {_first_line(error)}") from error
     if path.is_file():
         if path.suffix != ".json":
             raise ConfigError(f"{where} is a file, but not a config.json; give that, or its directory")
@@ -163,6 +171,12 @@ def _read(transformers: Any, source: str | os.PathLike[str] | Mapping[str, Any])
                 f"{where} has no config.json; expected a directory made by save_pretrained() of transformers"
             )
         has_weights = any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+        traces = sorted(file.name for pattern in _TRACES_OF_WEIGHTS for file in path.glob(pattern))
+        if traces and not has_weights:
+            raise ConfigError(
+                f"{where} has {traces[0]}, but no {' or '.join(_WEIGHTS)}: the weights are incomplete, or of "
+                "another format. Get them again, or name its config.json to start from random weights"
+            )
         return _call(where, read, path, trust_remote_code=False), str(path) if has_weights else None
     name = os.fspath(source)
     if not isinstance(source, str) or not _HUB_NAME.fullmatch(name) or name.startswith("."):

@@ -154,6 +154,7 @@ def test_wrong_places(tmp_path: Path) -> None:
         (tmp_path / "none", "does not exist; looked for it at"),
         ("./none", "does not exist; looked for it at"),
         ("a/b/c", "does not exist; looked for it at"),
+        ("~nobody-of-this-name/x", "does not exist: Could not determine home directory"),
         (tmp_path / "empty", "has no config.json"),
         (tmp_path / "weights.bin", "is a file, but not a config.json"),
         (tmp_path / "bad", "is not a valid JSON file"),
@@ -180,6 +181,20 @@ def test_incomplete_and_broken_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(ConfigError, match="cannot be loaded: Error while deserializing header"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors.index.json", "model.safetensors.incomplete", "model.gguf", "consolidated.00.pth"],
+)
+def test_weights_that_are_not_there_do_not_become_random(tmp_path: Path, name: str) -> None:
+    """An interrupted download must not train from nothing without a word."""
+    write_config(tmp_path, **VALUES)
+    load_model(tmp_path)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"has {name}, but no .*safetensors or .*bin: the weights are inc"):
+        load_model(tmp_path)
+    load_model(tmp_path / "config.json")
 
 
 def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
