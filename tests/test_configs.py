@@ -23,14 +23,19 @@ MODEL = """{
 def test_config_trains(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(MODEL)
-    TokenDataset.write(tmp_path / "tokens", [{"input_ids": [1, 2, 3, 4 + n % 20]} for n in range(80)])
+    named = "sft_files" in name  # it names model and data itself
+    data = "demo_out/prepared" if named else "tokens"
+    (tmp_path / "demo_out").mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    TokenDataset.write(tmp_path / data, [{"input_ids": [1, 2, 3, 4 + n % 20]} for n in range(80)])
     path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))
     ranks = "4" if "hybrid" in name else "2"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "odc_launcher", "--nproc-per-node", ranks),
             *("--config", str(ROOT / "configs" / name), str(ROOT / "examples/sft/train.py")),
-            *("--model", "model", "--data", "tokens", "--steps", "2"),
+            *(() if named else ("--model", "model", "--data", data)),
+            *("--steps", "2"),
         ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path},
@@ -39,3 +44,22 @@ def test_config_trains(name: str, tmp_path: Path) -> None:
         timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_example_without_data_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        f"train_batch_size: 4\noptimizer: {{type: SGD}}\nmodel: {{config: {MODEL}}}"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "odc_launcher", "--nproc-per-node", "1", "--config", "config.yaml"),
+            str(ROOT / "examples/sft/train.py"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode
+    assert "ConfigError: no data: give --data DIRECTORY, or data.path in the configuration" in done.stderr

@@ -61,17 +61,21 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_commands_are_known() -> None:
     programs = {words[0] for words in commands()}
-    assert programs == {"odc-launch", ".venv/bin/python", ".venv/bin/odc-launch"}
+    assert programs == {"odc-launch", ".venv/bin/python", ".venv/bin/odc-launch", ".venv/bin/odc"}
 
 
 def test_prepare_then_train(checkout: Path) -> None:
     """In README's order; the launcher's example with a script of its own is the next test."""
     mine = [words for words in commands() if words[0] != "odc-launch"]
-    assert len(mine) == 3
+    assert len(mine) == 5
     for words in mine:
         done = run(words, checkout)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (checkout / "demo_out" / "tokens").is_dir()
+    written = checkout / "demo_out" / "run"
+    assert len((written / "metrics.jsonl").read_text().splitlines()) == 5
+    assert list((written / "tensorboard").glob("events.*"))
+    assert (written / "timelines" / "step000003.png").exists()
 
 
 def test_the_script_and_the_configuration(checkout: Path) -> None:

@@ -5,8 +5,9 @@
 
 ``--model`` is a directory of transformers (with weights they are trained further, with only a ``config.json``
 training starts from random ones) or a name on the Hugging Face Hub; without it, the configuration's ``model``
-section says what is trained. ``--data`` is a directory that ``odcengine.data.TokenDataset.write`` made.
-Everything else (batch size, optimizer, transport, balance) is in the configuration file.
+section says what is trained. ``--data`` is a directory that ``odc prepare`` or
+``odcengine.data.TokenDataset.write`` made; without it, the configuration's ``data.path``. Everything else
+(batch size, optimizer, transport, balance) is in the configuration file.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from pathlib import Path
 
 import odcengine
 from odcengine.data import TokenDataset
+from odcengine.errors import ConfigError
 from odcengine.models import load_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a causal language model.")
     parser.add_argument("--model", help="directory or name of a model (default: the configuration's)")
-    parser.add_argument("--data", type=Path, required=True, help="directory of a TokenDataset")
+    parser.add_argument("--data", type=Path, help="prepared data set (default: the configuration's)")
     parser.add_argument(
         "--steps", type=int, help="stop after so many optimizer steps (default: all the data)"
     )
@@ -31,9 +33,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
     model = load_model(arguments.model) if arguments.model else None
-    dataset = TokenDataset.open(arguments.data)
+    dataset = TokenDataset.open(arguments.data) if arguments.data else None
     engine, _, loader, _ = odcengine.initialize(model=model, training_data=dataset)
-    assert loader is not None  # there is training data
+    if loader is None:
+        raise ConfigError("no data: give --data DIRECTORY, or data.path in the configuration")
 
     with engine:
         for _ in range(engine.config.data.num_epochs):
