@@ -209,7 +209,7 @@ class TokenDataset:
             The data set as :meth:`open` gives it.
 
         Raises:
-            ConfigError: pyarrow is not installed.
+            ConfigError: pyarrow is not installed, or the directory cannot be made.
             UsageError: a sample that does not fit the above (named by its index), or a ``path`` that exists
                 and is no data set.
         """
@@ -273,7 +273,7 @@ class DatasetWriter:
         path: the directory to make. An existing data set of that name is replaced at the end.
 
     Raises:
-        ConfigError: pyarrow is not installed.
+        ConfigError: pyarrow is not installed, or the directory cannot be made.
         UsageError: ``path`` exists and is no data set.
     """
 
@@ -284,8 +284,13 @@ class DatasetWriter:
         arrow = import_pyarrow()
         self._arrow = arrow
         self._schema = _schema(arrow)
-        self._temporary = _beside(self.path, "tmp")
-        self._temporary.mkdir(parents=True)
+        # Behind a link, the data set is replaced and not the link.
+        self._target = Path(os.path.realpath(self.path))
+        self._temporary = _beside(self._target, "tmp")
+        try:
+            self._temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be made: {error.strerror or error}") from error
         self._writer = arrow.ipc.new_file(str(self._temporary / _SAMPLES), self._schema)
         self._pending: list[TokenBatch] = []
         self._num_pending = (0, 0)
@@ -330,10 +335,10 @@ class DatasetWriter:
         }
         (self._temporary / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         old = None
-        if self.path.exists():
-            old = _beside(self.path, "old")
-            self.path.rename(old)
-        self._temporary.rename(self.path)
+        if self._target.exists():
+            old = _beside(self._target, "old")
+            self._target.rename(old)
+        self._temporary.rename(self._target)
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
 

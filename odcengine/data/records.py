@@ -198,6 +198,11 @@ def _render_conversation(record: Record, tokenizer: TextTokenizer, turns: str) -
         try:
             return tokenizer.render(messages[:count], tools, generation_prompt=generation_prompt)
         except ChatTemplateError as error:
+            if count == 0:
+                raise ConfigError(
+                    f"{record.place}: the conversation begins with the assistant, and the chat template "
+                    f"has no text before it: {error}; begin it with another turn, such as a user's"
+                ) from error
             what = "the conversation" if count == len(messages) else f"its first {count} messages"
             raise ConfigError(f"{record.place}: the chat template refuses {what}: {error}") from error
 

@@ -146,6 +146,8 @@ class SentencePieceTokenizer(TextTokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"tokenizer: {path} is no sentencepiece model ({error})") from error
+        if not data:  # sentencepiece takes it for a model without pieces
+            raise ConfigError(f"tokenizer: {path} is no sentencepiece model (the file is empty)")
         self.path = path
         self.sha256 = hashlib.sha256(data).hexdigest()
         self.vocab_size = int(self._model.vocab_size())
@@ -225,13 +227,11 @@ class TransformersTokenizer(TextTokenizer):
         return marked
 
     def render(self, messages: Any, tools: Any = None, *, generation_prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
             )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except Exception as error:  # a template is a program: it may divide by zero or recurse for ever
             raise ChatTemplateError(_first_line(error)) from error
         return text
 

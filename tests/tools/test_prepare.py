@@ -527,6 +527,12 @@ GOOD = '{"text": "fox"}\n'
             '{"messages": [{"role": "system", "content": "a"}]}',
             r"a.jsonl:1: the chat template refuses the conversation: No system turn, please",
         ),
+        (
+            "chat",
+            '{"messages": [{"role": "assistant", "content": "a"}]}',
+            r"a.jsonl:1: the conversation begins with the assistant, and the chat template has no text",
+        ),
+        ("chat", '{"messages": [{"role": "user", "content": "a"}]}', r"no record has anything to learn"),
     ],
 )
 def test_broken_input(
@@ -603,6 +609,10 @@ def test_model_that_does_not_fit(
     config.write_text("{}")
     assert "has no vocab_size" in refusal(capsys, tools, "sp", path, "--model", model, out=out)
     assert "cannot be read" in refusal(capsys, tools, "sp", path, "--model", tmp_path, out=out)
+    config.write_text("[" * 100_000)
+    assert "cannot be read" in refusal(capsys, tools, "sp", path, "--model", model, out=out)
+    config.write_text(json.dumps({"vocab_size": None, "text_config": {"vocab_size": 1}}))
+    assert "its vocabulary has 1 tokens" in refusal(capsys, tools, "sp", path, "--model", model, out=out)
     config.write_text(json.dumps({"vocab_size": size + 64}))  # padded, as embeddings are
     prepare(tools, "sp", path, "--model", model, out=out)
 
@@ -634,6 +644,72 @@ def test_wrong_arguments(tools: dict[str, Path], tmp_path: Path, capsys: pytest.
     packed = gzip.compress(GOOD.encode() * 100)
     (tmp_path / "x.jsonl.gz").write_bytes(packed[:-10])
     assert "x.jsonl.gz: cannot be read" in refusal(capsys, tools, "sp", tmp_path / "x.jsonl.gz", out=out)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in range(10 ** 9) %}a{% endfor %}", "Range too big"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "maximum recursion depth"),
+        ("{% if", "unexpected 'end of template'"),
+    ],
+)
+def test_template_that_fails(
+    tools: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, message: str
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [conversation(random.Random(0))])
+    (tmp_path / "t.jinja").write_text(template)
+    words = (path, "--chat-template", tmp_path / "t.jinja")
+    text = refusal(capsys, tools, "chat", *words, out=tmp_path / "tokens")
+    assert "a.jsonl:1: the chat template refuses the conversation: " in text
+    assert message in text
+
+
+def test_nothing_to_learn(tools: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "fox " * 9, "completion": "dog"}] * 3)
+    words = ("--max-length", 4, "--too-long", "truncate")
+    message = refusal(capsys, tools, "sp", path, *words, out=tmp_path / "tokens")
+    assert "no record has anything to learn" in message
+    write_lines(path, [{"prompt": "fox " * 9, "completion": "dog"}, {"prompt": "a", "completion": "dog"}])
+    assert (prepare(tools, "sp", path, *words, out=tmp_path / "tokens").num_targets > 0).tolist() == [0, 1]
+
+
+def test_gzip_by_content(tools: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.GZ"):
+        (tmp_path / name).write_bytes(gzip.compress(GOOD.encode() * 3))
+        assert len(prepare(tools, "sp", tmp_path / name, out=tmp_path / f"{name}.tokens")) == 3
+
+
+def test_places_that_cannot_be_used(
+    tools: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "fox"}])
+    message = refusal(capsys, tools, "sp", "/dev/null", out=tmp_path / "tokens")
+    assert "/dev/null: it is no regular file" in message
+    (tmp_path / "empty.model").write_bytes(b"")
+    message = refusal(capsys, tools, str(tmp_path / "empty.model"), path, out=tmp_path / "tokens")
+    assert "is no sentencepiece model (the file is empty)" in message
+    for out in (path / "tokens", tmp_path / ("x" * 240)):
+        assert main(["prepare", str(path), "--tokenizer", str(tools["sp"]), "--out", str(out)]) == 2
+        assert f"{out} cannot be made: " in capsys.readouterr().err
+
+
+def test_full_disk(tools: dict[str, Path], tmp_path: Path) -> None:
+    """A limit of the file size stands for it: the write fails with an OSError as well."""
+    write_lines(tmp_path / "a.jsonl", [{"text": "the quick brown fox " * 20}] * 20_000)
+    words = ["-m", "odc_tools", "prepare", "a.jsonl", "--tokenizer", str(tools["sp"]), "--out", "tokens"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", sys.executable, *words, "--workers", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"odc prepare: error: .*File too large\n", done.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_missing_packages(
@@ -679,6 +755,18 @@ def test_existing_output(tools: dict[str, Path], tmp_path: Path, capsys: pytest.
     for name in ("thesis", "a.jsonl"):
         message = refusal(capsys, tools, "sp", path, "--overwrite", out=tmp_path / name)
         assert "it exists and is no data set; choose another name" in message
+
+
+def test_output_behind_a_link(tools: dict[str, Path], tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "fox"}])
+    (tmp_path / "disk").mkdir()
+    prepare(tools, "sp", path, out=tmp_path / "disk" / "tokens")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "tokens")
+    write_lines(path, [{"text": "dog"}] * 2)
+    assert len(prepare(tools, "sp", path, "--overwrite", out=tmp_path / "link")) == 2
+    assert (tmp_path / "link").is_symlink()
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == ["tokens"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "disk", "link"]
 
 
 def test_fingerprint(tools: dict[str, Path], tmp_path: Path) -> None:

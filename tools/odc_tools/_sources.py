@@ -97,7 +97,10 @@ class JsonLines(Source):
             raise ConfigError(f"{self.name}: cannot be read ({error})") from error
 
     def _cut(self, raw: BinaryIO) -> Generator[Chunk, None, None]:
-        stream: Any = gzip.GzipFile(fileobj=raw) if self.name.endswith(".gz") else raw
+        # By the name or by the two bytes that no JSON begins with: a name may lack .gz.
+        packed = self.name.lower().endswith(".gz") or raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        stream: Any = gzip.GzipFile(fileobj=raw) if packed else raw
         lines: list[bytes] = []
         first = size = 0
         for number, line in enumerate(stream, 1):
@@ -228,6 +231,9 @@ def open_sources(names: Sequence[str], *, subset: str | None, split: str | None)
             rows = Rows(name, 0, name, None, None, split)
         elif path.is_file():
             sources.append(JsonLines(name, path.stat().st_size))
+            continue
+        elif path.exists():
+            problems.append(f"{name}: it is no regular file, and an input is read several times; give a file")
             continue
         else:
             problems.append(f"{name}: does not exist; a data set of the Hugging Face hub is written hf:NAME")

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     """Prepares a data set, or prints what one is.
 
     Returns:
-        0, or 1 where a worker failed.
+        0, or 1 where a worker failed or something could not be written.
     """
     if options.info is not None:
         if options.inputs or options.out:
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     try:
         print(prepare(options))
-    except _WorkerError as error:
+    except (_WorkerError, OSError) as error:  # OSError: a full disk
         print(f"odc prepare: error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -174,6 +174,7 @@ def prepare(options: argparse.Namespace) -> str:
     started = time.perf_counter()
     counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
     records: dict[Source, int] = dict.fromkeys(sources, 0)
+    has_targets = False
     with (
         _ending_cleanly() as check,
         DatasetWriter(out) as writer,
@@ -191,10 +192,11 @@ def prepare(options: argparse.Namespace) -> str:
             for chunk, done in results:
                 writer.add(done.batch)
                 records[chunk.source] += done.num_records
+                has_targets = has_targets or bool(done.batch.count_targets().any())
                 for name in _COUNTS:
                     counts[name] += getattr(done, name)
                 progress.show(chunk, counts["num_records"], len(done.batch.tokens))
-        _check_not_empty(counts, options)
+        _check_not_empty(counts, has_targets, options)
         inputs = [
             {**pool.result(description), "kind": kinds[source], "num_records": records[source]}
             for source, description in zip(sources, descriptions, strict=True)
@@ -253,8 +255,10 @@ def _check_model(tokenizer: TextTokenizer, model: Path) -> None:
     path = model / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        rows = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    except (OSError, ValueError, AttributeError) as error:
+        rows = config.get("vocab_size")
+        if rows is None:
+            rows = config.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"--model {model}: {path} cannot be read ({error})") from error
     if not isinstance(rows, int):
         raise ConfigError(f"--model {model}: config.json has no vocab_size")
@@ -291,13 +295,18 @@ def _first_kind(source: Source, tokenizer: TextTokenizer) -> str | None:
     return None
 
 
-def _check_not_empty(counts: dict[str, int], options: argparse.Namespace) -> None:
+def _check_not_empty(counts: dict[str, int], has_targets: bool, options: argparse.Namespace) -> None:
     if not counts["num_records"]:
         raise ConfigError(f"{', '.join(options.inputs)}: no records; there is nothing to train on")
     if counts["num_records"] == counts["num_skipped"]:
         raise ConfigError(
             f"all {counts['num_records']} records are longer than --max-length {options.max_length}, and "
             "--too-long skip leaves them out: nothing is left to train on"
+        )
+    if not has_targets:
+        raise ConfigError(
+            f"{', '.join(options.inputs)}: no record has anything to learn; conversations need turns of the "
+            "role assistant that the chat template writes, and --too-long truncate may have cut answers off"
         )
 
 
