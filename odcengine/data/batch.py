@@ -8,7 +8,6 @@ batch; they are never guessed from positions or from special tokens.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,21 +21,6 @@ IGNORE_INDEX = -100
 """The label of a position without a target."""
 
 Sample = Mapping[str, Any]
-
-
-class Segments:
-    """The boundaries of a row's segments as the host knows them, so that no kernel's launch asks the device.
-
-    No container and no dataclass on purpose: FSDP rebuilds those among the arguments of every layer.
-
-    Attributes:
-        boundaries: from 0 to the length of the row.
-    """
-
-    __slots__ = ("boundaries",)
-
-    def __init__(self, boundaries: Sequence[int]) -> None:
-        self.boundaries: tuple[int, ...] = tuple(boundaries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +42,6 @@ class MicroBatch:
         num_targets: positions with a target.
         num_samples: number of samples; 0 for the dummy that stands for an empty micro-batch.
         sample_ids: index of each sample in the data set.
-        segments: ``cu_segments`` for the host; found by itself.
-
-    Raises:
-        UsageError: boundaries that do not fit the row, or not ``max_seqlen``.
     """
 
     input_ids: torch.Tensor
@@ -74,13 +54,6 @@ class MicroBatch:
     num_targets: int
     num_samples: int
     sample_ids: tuple[int, ...]
-    segments: Segments | None = dataclasses.field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        # On another device they were checked before the move, and looking again would make the host wait.
-        device = self.cu_segments.device.type
-        if device == "cpu" or (self.segments is None and device != "meta"):
-            object.__setattr__(self, "segments", _segments_of(self))
 
     @property
     def is_dummy(self) -> bool:
@@ -90,22 +63,12 @@ class MicroBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """The micro-batch with its tensors on a device.
 
-        On the way from the host to a GPU tensors pass through pinned memory, so the copies take their place
-        in the current stream and the host waits for none of them.
-
         Args:
             device: where to.
-            non_blocking: as in :meth:`torch.Tensor.to`.
+            non_blocking: as in :meth:`torch.Tensor.to`; useful from pinned memory only.
         """
-        target = torch.device(device)
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            if target.type == "cuda" and tensor.device.type == "cpu":
-                return tensor.pin_memory().to(target, non_blocking=True)
-            return tensor.to(target, non_blocking=non_blocking)
-
         moved: dict[str, Any] = {
-            field.name: move(value)
+            field.name: value.to(device, non_blocking=non_blocking)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
@@ -115,8 +78,8 @@ class MicroBatch:
         """Keyword arguments for a causal language model of transformers, without labels.
 
         The boundaries go under the names that transformers gives to variable-length attention
-        (``cu_seq_lens_q`` and so on), and for the host as ``odc_segments``. They have an effect only with an
-        attention that reads them: see :func:`odcengine.models.prepare_model`.
+        (``cu_seq_lens_q`` and so on). They have an effect only with an attention that reads them:
+        see :func:`odcengine.models.prepare_model`.
         """
         return {
             "input_ids": self.input_ids,
@@ -125,7 +88,6 @@ class MicroBatch:
             "cu_seq_lens_k": self.cu_segments,
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
-            "odc_segments": self.segments,
         }
 
 
@@ -188,27 +150,6 @@ def pack_samples(
         num_samples=len(samples),
         sample_ids=ids,
     )
-
-
-def _segments_of(batch: MicroBatch) -> Segments:
-    boundaries: list[int] = batch.cu_segments.tolist()
-    lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
-    num_tokens = batch.input_ids.shape[-1]
-    if not lengths or boundaries[0] != 0 or boundaries[-1] != num_tokens or min(lengths) < 1:
-        raise UsageError(
-            f"MicroBatch: cu_segments of a row of {num_tokens} tokens must grow from 0 to {num_tokens}, but is "
-            f"{_shorten(boundaries)}; make it with pack_samples"
-        )
-    if max(lengths) != batch.max_seqlen:
-        raise UsageError(
-            f"MicroBatch: the longest segment has {max(lengths)} tokens, but max_seqlen is "
-            f"{batch.max_seqlen}; make it with pack_samples"
-        )
-    return Segments(boundaries)
-
-
-def _shorten(numbers: list[int]) -> str:
-    return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:8]))}, ...]"
 
 
 def num_targets_of(sample: Sample, index: int) -> int:
