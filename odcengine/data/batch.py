@@ -8,6 +8,7 @@ batch; they are never guessed from positions or from special tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,23 @@ IGNORE_INDEX = -100
 """The label of a position without a target."""
 
 Sample = Mapping[str, Any]
+
+
+class Segments:
+    """The boundaries of a row's segments as the host knows them, so that no kernel's launch asks the device.
+
+    No container and no dataclass on purpose: FSDP rebuilds those among the arguments of every layer.
+
+    Attributes:
+        boundaries: from 0 to the length of the row; each begins a segment, but for the last.
+        longest: tokens of the longest segment.
+    """
+
+    __slots__ = ("boundaries", "longest")
+
+    def __init__(self, boundaries: Sequence[int]) -> None:
+        self.boundaries = tuple(boundaries)
+        self.longest = max((stop - start for start, stop in itertools.pairwise(boundaries)), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +60,10 @@ class MicroBatch:
         num_targets: positions with a target.
         num_samples: number of samples; 0 for the dummy that stands for an empty micro-batch.
         sample_ids: index of each sample in the data set.
+        segments: ``cu_segments`` for the host; found by itself.
+
+    Raises:
+        UsageError: boundaries that do not fit the row, or not ``max_seqlen``.
     """
 
     input_ids: torch.Tensor
@@ -54,6 +76,13 @@ class MicroBatch:
     num_targets: int
     num_samples: int
     sample_ids: tuple[int, ...]
+    segments: Segments | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        # On another device they were checked before the move, and looking again would make the host wait.
+        device = self.cu_segments.device.type
+        if device == "cpu" or (self.segments is None and device != "meta"):
+            object.__setattr__(self, "segments", _segments_of(self))
 
     @property
     def is_dummy(self) -> bool:
@@ -63,12 +92,22 @@ class MicroBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """The micro-batch with its tensors on a device.
 
+        On the way from the host to a GPU tensors pass through pinned memory, so the copies take their place
+        in the current stream and the host waits for none of them.
+
         Args:
             device: where to.
-            non_blocking: as in :meth:`torch.Tensor.to`; useful from pinned memory only.
+            non_blocking: as in :meth:`torch.Tensor.to`.
         """
+        target = torch.device(device)
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if target.type == "cuda" and tensor.device.type == "cpu":
+                return tensor.pin_memory().to(target, non_blocking=True)
+            return tensor.to(target, non_blocking=non_blocking)
+
         moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=non_blocking)
+            field.name: move(value)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
@@ -78,8 +117,8 @@ class MicroBatch:
         """Keyword arguments for a causal language model of transformers, without labels.
 
         The boundaries go under the names that transformers gives to variable-length attention
-        (``cu_seq_lens_q`` and so on). They have an effect only with an attention that reads them:
-        see :func:`odcengine.models.prepare_model`.
+        (``cu_seq_lens_q`` and so on), and for the host as ``odc_segments``. They have an effect only with an
+        attention that reads them: see :func:`odcengine.models.prepare_model`.
         """
         return {
             "input_ids": self.input_ids,
@@ -88,6 +127,7 @@ class MicroBatch:
             "cu_seq_lens_k": self.cu_segments,
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
+            "odc_segments": self.segments,
         }
 
 
@@ -150,6 +190,28 @@ def pack_samples(
         num_samples=len(samples),
         sample_ids=ids,
     )
+
+
+def _segments_of(batch: MicroBatch) -> Segments:
+    boundaries: list[int] = batch.cu_segments.tolist()
+    num_tokens = batch.input_ids.shape[-1]
+    grows = all(start < stop for start, stop in itertools.pairwise(boundaries))
+    if not grows or boundaries[:1] != [0] or boundaries[-1] != num_tokens:
+        raise UsageError(
+            f"MicroBatch: cu_segments of a row of {num_tokens} tokens must grow from 0 to {num_tokens}, but "
+            f"is {_shorten(boundaries)}; make it with pack_samples"
+        )
+    segments = Segments(boundaries)
+    if segments.longest != batch.max_seqlen:
+        raise UsageError(
+            f"MicroBatch: the longest segment has {segments.longest} tokens, but max_seqlen is "
+            f"{batch.max_seqlen}; make it with pack_samples"
+        )
+    return segments
+
+
+def _shorten(numbers: list[int]) -> str:
+    return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:8]))}, ...]"
 
 
 def num_targets_of(sample: Sample, index: int) -> int:

@@ -1,10 +1,10 @@
 """Causal attention that stops at the boundaries of packed samples, for models of transformers.
 
 transformers lets attention functions be registered by name. The one registered here receives the boundaries
-that :meth:`odcengine.data.MicroBatch.model_inputs` passes to the model, and runs
-``scaled_dot_product_attention`` for each sample by itself: no mask of the whole row is ever built, and the
-work is the sum of the samples' own. A call without boundaries (evaluation, generation, padded batches) gets
-transformers' own ``sdpa`` attention and masks.
+that :meth:`odcengine.data.MicroBatch.model_inputs` passes to the model. On a GPU in 16 bits one launch of
+FlashAttention does all samples (see ``varlen.py``), elsewhere ``scaled_dot_product_attention`` does each by
+itself: no mask of the whole row is ever built, and the work is the sum of the samples' own. A call without
+boundaries (evaluation, generation, padded batches) gets transformers' own ``sdpa`` attention and masks.
 
 Not every model can be packed: recurrent layers carry state over a boundary, and some models make their
 positions themselves or do not hand the boundaries down to their attention. :func:`prepare_model` refuses what
@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from odcengine.data.batch import pack_samples
+from odcengine.data.batch import Segments, pack_samples
 from odcengine.errors import UsageError
 from odcengine.models._probe import PROBE_SAMPLES, evaluating
 from odcengine.models.head import prepare_loss
+from odcengine.models.varlen import can_use_varlen, varlen_attention
 
 PACKED_ATTENTION = "odc_packed"
 """The name under which the attention is registered with transformers."""
@@ -49,6 +50,7 @@ def packed_attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    odc_segments: Segments | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -65,7 +67,9 @@ def packed_attention(
         is_causal: overrides the module's.
         cu_seq_lens_q: boundaries of the segments, int32 ``[segments + 1]``, from 0 to ``T``. None for a row
             that is not packed: then transformers' ``sdpa`` attention runs, with its mask.
-        sliding_window: tokens that a token sees at most; segments must not be longer.
+        odc_segments: ``cu_seq_lens_q`` for the host. Without it the host waits for the device to tell them.
+        sliding_window: tokens that a token sees at most, itself included. Where FlashAttention's kernels for
+            variable lengths cannot be used, segments must not be longer.
         **kwargs: what else transformers passes.
 
     Returns:
@@ -88,9 +92,32 @@ def packed_attention(
             **kwargs,
         )
         return output
-    boundaries: list[int] = cu_seq_lens_q.tolist()
-    _check_packed_call(module, query, key, attention_mask, is_causal, boundaries, kwargs)
-    _check_window(sliding_window, max(stop - start for start, stop in itertools.pairwise(boundaries)))
+    # The tensor has the last word wherever reading it makes nobody wait.
+    segments = odc_segments
+    if segments is None or not cu_seq_lens_q.is_cuda or len(segments.boundaries) != len(cu_seq_lens_q):
+        segments = Segments(cu_seq_lens_q.tolist())
+    _check_packed_call(module, query, key, attention_mask, is_causal, segments, kwargs)
+    if can_use_varlen(query, key, value, dropout):
+        window = sliding_window if sliding_window is not None and segments.longest > sliding_window else None
+        return varlen_attention(
+            query, key, value, cu_seq_lens_q, segments.longest, scaling=scaling, sliding_window=window
+        ), None
+    _check_window(sliding_window, segments.longest)
+    return _sample_by_sample(query, key, value, segments, dropout, scaling), None
+
+
+def _sample_by_sample(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda:
+        # Of torch's kernels for 32-bit numbers, those that make no square of scores want as many heads.
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     pieces = [
         F.scaled_dot_product_attention(
             query[:, :, start:stop],
@@ -101,10 +128,10 @@ def packed_attention(
             is_causal=True,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        for start, stop in itertools.pairwise(boundaries)
+        for start, stop in itertools.pairwise(segments.boundaries)
         if stop > start
     ]
-    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous()
 
 
 def _check_packed_call(
@@ -113,10 +140,10 @@ def _check_packed_call(
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
     is_causal: bool | None,
-    boundaries: list[int],
+    segments: Segments,
     arguments: dict[str, Any],
 ) -> None:
-    where = type(module).__name__
+    where, boundaries = type(module).__name__, segments.boundaries
     if attention_mask is not None:
         raise UsageError(f"{where}: a packed row takes no attention_mask; its boundaries say what is seen")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,21 @@ def test_model_inputs_carry_the_boundaries_and_no_labels() -> None:
         "cu_seq_lens_k",
         "max_length_q",
         "max_length_k",
+        "odc_segments",
     }
     assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 4, 8]
     # The padding is the longest segment: kernels size their work by it.
     assert inputs["max_length_q"] == 4
+
+
+@pytest.mark.parametrize("boundaries", [[0, 3, 5], [0, 3, 3, 4], [1, 4], [4], []])
+def test_boundaries_that_do_not_fit_are_refused(boundaries: list[int]) -> None:
+    """Once a micro-batch and on the host: kernels trust them, and would read beyond the row."""
+    batch = pack_samples(make_samples([3, 1]))
+    with pytest.raises(UsageError, match="must grow from 0 to 4"):
+        dataclasses.replace(batch, cu_segments=torch.tensor(boundaries, dtype=torch.int32))
+    with pytest.raises(UsageError, match="longest segment has 3 tokens, but max_seqlen is 2"):
+        dataclasses.replace(batch, max_seqlen=2)
 
 
 def test_to_moves_every_tensor() -> None:
