@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import logging
-import os
 import statistics
 import time
 from collections import deque
@@ -15,12 +15,11 @@ from typing import Any
 from odcengine.config import Config
 from odcengine.control import Phase
 from odcengine.data import MinibatchLoader
-from odcengine.errors import ConfigError
 from odcengine.metrics import FlopsOf, StepMetrics, Tally
 from odcengine.monitor.progress import Outlook, Progress, Summary, make_progress
 from odcengine.monitor.recorder import Recorder
 from odcengine.monitor.timeline import Timeline, draw_timelines, gather_events
-from odcengine.monitor.writers import Background, Facts, JsonLines, TensorBoard, WandB, Writer
+from odcengine.monitor.writers import Background, Facts, JsonLines, TensorBoard, WandB, Writer, make_folder
 from odcengine.sharding.base import Sharding
 from odcengine.start import Job
 
@@ -98,12 +97,12 @@ class Monitor:
         folder = self._options.timeline_dir
         if folder is None:
             return
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"monitor.timeline_dir: {folder} cannot be made: {error.strerror or error}"
-            ) from None
+        make_folder("monitor.timeline_dir", folder)
+        if self._options.timeline_every > 0 and importlib.util.find_spec("matplotlib") is None:
+            logger.warning(
+                "monitor.timeline_dir: JSON only and no pictures, because matplotlib is not installed; "
+                "install it with pip install 'odcengine[monitor]'"
+            )
 
     def _loaded(self, start: float, end: float, sample_ids: tuple[int, ...] | None) -> None:
         self.tally.loaded(end - start, sample_ids)

@@ -15,6 +15,7 @@ import math
 import os
 import queue
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ Facts = Mapping[str, Any]
 
 _QUEUE_LENGTH = 10_000
 _TAIL_BYTES = 1 << 20
+_LINE_START = b'{"step":'
 _PER_RANK_LIMIT = 16  # more ranks get a mean and a maximum in TensorBoard and W&B, not a curve each
 
 
@@ -46,13 +48,14 @@ class Writer(Protocol):
 class JsonLines:
     """One JSON object a step, appended to a file and flushed.
 
-    A last line that a crash has cut off is removed first, so that every line of the file is JSON.
+    A last line that a crash has cut off is removed first, so that every line of the file is JSON. A file that
+    begins otherwise than this class writes is left alone.
 
     Args:
         path: the file; its folder is made.
 
     Raises:
-        ConfigError: it cannot be opened for writing.
+        ConfigError: it cannot be opened for writing, or something else is in it.
     """
 
     name = "monitor.jsonl"
@@ -70,6 +73,12 @@ class JsonLines:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             return
         size = os.fstat(self._fd).st_size
+        head = os.pread(self._fd, len(_LINE_START), 0)
+        if head != _LINE_START[: len(head)]:
+            os.close(self._fd)
+            raise ConfigError(
+                f"monitor.jsonl: {self.path} exists and was not written by the monitor; choose another name"
+            )
         tail = os.pread(self._fd, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         if not tail or tail.endswith(b"\n"):
             return
@@ -102,6 +111,26 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nan(item) for name, item in value.items()}
     return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def make_folder(key: str, folder: str) -> None:
+    """Make a folder if it is missing, and see that files can be made in it.
+
+    Args:
+        key: of the configuration, for messages.
+        folder: the folder.
+
+    Raises:
+        ConfigError: it cannot be made or not be written to.
+    """
+    what = "made"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        what = "written to"
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key}: {folder} cannot be {what}: {error.strerror or error}") from None
 
 
 def curves(facts: Facts) -> dict[str, float]:
@@ -137,7 +166,7 @@ class TensorBoard:
         folder: where its event files go; made if missing.
 
     Raises:
-        ConfigError: the package is missing, or the folder cannot be made.
+        ConfigError: the package is missing, or the folder cannot be made or written to.
     """
 
     name = "monitor.tensorboard"
@@ -150,12 +179,7 @@ class TensorBoard:
                 "monitor.tensorboard: the package tensorboard is not installed; install it with pip install "
                 "'odcengine[monitor]', or remove the key"
             ) from None
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"monitor.tensorboard: {folder} cannot be made: {error.strerror or error}"
-            ) from None
+        make_folder(self.name, folder)
         self._folder, self._make = folder, SummaryWriter
         self._writer: Any = None
 

@@ -21,7 +21,7 @@ from odc_tools.cli import main as odc
 
 from odcengine.errors import ConfigError
 from odcengine.metrics import StepMetrics, Tally
-from odcengine.monitor import Recorder, Timeline, draw_timelines
+from odcengine.monitor import Monitor, Recorder, Timeline, draw_timelines
 from odcengine.monitor.progress import (
     Bar,
     Lines,
@@ -35,7 +35,7 @@ from odcengine.monitor.progress import (
 )
 from odcengine.monitor.recorder import MAX_EVENTS
 from odcengine.monitor.timeline import align
-from odcengine.monitor.writers import Background, Facts, JsonLines, TensorBoard, WandB
+from odcengine.monitor.writers import Background, Facts, JsonLines, TensorBoard, WandB, make_folder
 from odcengine.topology import Topology
 
 METRICS = StepMetrics(
@@ -80,6 +80,40 @@ def test_a_line_cut_off_by_a_crash_is_removed(tmp_path: Path, before: bytes, kep
     # Flushed: another process sees it before the file is closed.
     assert path.read_bytes() == kept + b'{"step":5,"loss":null,"mfu":null,"busy_s":[1.0,null]}\n'
     writer.close()
+
+
+@pytest.mark.parametrize("before", [b"train_batch_size: 32\n", b'{\n "a": 1\n}', b"x" * (3 << 20)])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, before: bytes) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(before)
+    with pytest.raises(ConfigError, match=r"config\.yaml exists and was not written by the monitor"):
+        JsonLines(str(path))
+    assert path.read_bytes() == before
+
+
+def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    """/proc takes no files, also not from root."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"monitor\.timeline_dir: /proc cannot be written to: "):
+        make_folder("monitor.timeline_dir", "/proc")
+    with pytest.raises(ConfigError, match=r"monitor\.tensorboard: /proc cannot be written to: "):
+        TensorBoard("/proc")
+    with pytest.raises(ConfigError, match=r"monitor\.tensorboard: .*/file cannot be made: File exists"):
+        TensorBoard(str(tmp_path / "file"))
+    make_folder("monitor.timeline_dir", str(tmp_path / "a" / "b"))
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_pictures_that_will_be_missing_are_named_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = SimpleNamespace(timeline_dir=str(tmp_path), timeline_every=1)
+    Monitor._make_timeline_dir(SimpleNamespace(_options=options))  # type: ignore[arg-type]
+    assert caplog.messages == []
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    Monitor._make_timeline_dir(SimpleNamespace(_options=options))  # type: ignore[arg-type]
+    (message,) = caplog.messages
+    assert "matplotlib is not installed; install it with pip install 'odcengine[monitor]'" in message
 
 
 def test_lines_of_two_writers_do_not_mix(tmp_path: Path) -> None:
