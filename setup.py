@@ -27,6 +27,7 @@ EXTRAS = {
         "psutil>=6",
         "ruff==0.17.6",
         "mypy==2.4.1",
+        "triton>=3.2; platform_system == 'Linux' and platform_machine == 'x86_64'",
         "types-PyYAML",
         "build>=1.2",
     ],

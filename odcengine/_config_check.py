@@ -29,8 +29,8 @@ REFUSED_VALUES: dict[str, tuple[tuple[Any, str], ...]] = {
     ),
     "odc.backend": (("deepspeed", f"deepspeed {_LATER}; expected fsdp2"),),
     "odc.transport": tuple(
-        (name, f"{name} is planned, but {_LATER}; expected auto, shm or collective")
-        for name in ("mpi", "cuda_p2p", "nvshmem")
+        (name, f"{name} is planned, but {_LATER}; expected auto, shm, cuda_p2p or collective")
+        for name in ("mpi", "nvshmem")
     ),
     "odc.deterministic": (
         (

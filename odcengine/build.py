@@ -61,9 +61,9 @@ def initialize(
     """Bring all ranks together, shard the model and make what a training loop needs. Collective.
 
     Args:
-        model: the model, materialised on the CPU, the same on all ranks; rank 0's weights are given to all.
-            It is sharded in place and switched to training mode. None: the one that the configuration's
-            ``model`` section names.
+        model: the model, materialised on the CPU or on this rank's GPU, the same on all ranks; rank 0's
+            weights are given to all. It is sharded in place, on the GPU where the job has GPUs, and switched
+            to training mode. None: the one that the configuration's ``model`` section names.
         config: path, mapping or :class:`~odcengine.config.Config`; by default the file that ``odc-launch
             --config`` was given.
         training_data: map-style data set for the loader (see :class:`~odcengine.data.MinibatchLoader`), or
@@ -104,7 +104,7 @@ def initialize(
             if settings.bf16.enabled and any(p.dtype == torch.bfloat16 for p in model.parameters()):
                 model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
             blocks = block_modules(model, settings.odc.wrap)
-            check_model(model, blocks, "cpu")
+            check_model(model, blocks, job.device.type)
             loader = None
             training_data = _open_data(settings, training_data)
             if training_data is not None:
@@ -223,13 +223,13 @@ def _shard(
     """Shard the model, install the communication, and return the parameter groups for the optimizer."""
     bf16, topology = config.bf16.enabled, job.topology
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    equalize_weights(model)
+    equalize_weights(model, job)
     collective = config.odc.transport == "collective" or topology.world_size == 1
     param_dtype = torch.bfloat16 if bf16 else None
     shard_model(
         model,
         blocks,
-        init_device_mesh("cpu", (topology.world_size,)),
+        init_device_mesh(job.device.type, (topology.world_size,)),
         param_dtype=param_dtype,
         # Collectives reduce in fp32. On demand a bf16 gradient is added to the fp32 accumulator as it is:
         # the sum is the same, at half the traffic.
@@ -244,7 +244,7 @@ def _shard(
     groups = find_groups(model, param_dtype)
     if collective:
         return CollectiveSharding(model, groups, job.control), None, parameters
-    transport = ShmTransport(job.control, Grid.of(topology))
+    transport = _make_transport(job)
     sharding = OnDemandSharding(
         model,
         groups,
@@ -254,6 +254,15 @@ def _shard(
         lockstep=config.odc.lockstep,
     )
     return sharding, transport, parameters
+
+
+def _make_transport(job: Job) -> Transport:
+    grid = Grid.of(job.topology)
+    if job.device.type == "cpu":
+        return ShmTransport(job.control, grid)
+    from odcengine.transport.cuda_p2p import CudaP2PTransport
+
+    return CudaP2PTransport(job.control, grid, job.device.torch_device, job.node_group)
 
 
 def _rename_groups(

@@ -287,10 +287,14 @@ class Odc(_Section):
     backend: Literal["fsdp2"] = Field(
         default="fsdp2", description="Who shards the model: torch's fully_shard."
     )
-    transport: Literal["auto", "shm", "collective"] = Field(
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where ranks compute; auto: one GPU a rank where there are any."
+    )
+    transport: Literal["auto", "shm", "cuda_p2p", "collective"] = Field(
         default="auto",
-        description="shm: shared memory between CPU ranks of one host; collective: FSDP2's own "
-        "collectives, the baseline; auto: the best one-sided transport for the ranks, never collective.",
+        description="shm: shared memory between CPU ranks of one host; cuda_p2p: GPUs of one node that "
+        "address each other's memory (NVLink, PCIe); collective: FSDP2's own collectives, the baseline; "
+        "auto: the best one-sided transport for the ranks, never collective.",
     )
     lockstep: bool = Field(
         default=False,

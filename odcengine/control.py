@@ -66,6 +66,7 @@ class ControlBlock:
 
     Attributes:
         recorder: gets every phase and every wait while it is set.
+        failure_listeners: called when this rank has told the others that it stops.
 
     Args:
         topology: ranks and nodes; the block covers the ranks of this rank's node.
@@ -92,6 +93,7 @@ class ControlBlock:
         self.topology = topology
         self.timeout_s = timeout_s
         self.recorder: EventRecorder | None = None
+        self.failure_listeners: list[Callable[[], None]] = []
         self.startup_timeout_s = startup_timeout_s
         self._token = token
         self._num_exchanges = 0
@@ -191,6 +193,8 @@ class ControlBlock:
             self._messages[self._me, len(encoded)] = 0
             self._mine[Word.CULPRIT] = 0 if culprit is None else culprit + 1
             self._mine[Word.ABORT] = _SECONDARY if secondary else _PRIMARY
+        for listener in self.failure_listeners:
+            listener()
         if self._other_nodes is not None:
             self._other_nodes.tell_failure(message, culprit, secondary=secondary)
         self._write_error_record(error, secondary)

@@ -81,6 +81,7 @@ class OdcEngine:
         self.transport = transport
         self.global_steps = 0
         self._job = job
+        self._device = job.device
         self._control = job.control
         self._host_group = job.host_group
         self._sharding = sharding
@@ -113,12 +114,18 @@ class OdcEngine:
             trains = torch.is_grad_enabled()  # in eval mode too: dropout is the script's choice
             if trains:
                 self._monitor.tally.forward(args[0] if args else None)
-            if len(args) == 1 and not kwargs and self._knows_loss(args[0]):
-                loss = self._loss_fn(self.module, args[0])
-                if trains:
-                    self._pending_counts.append(self._count_of(args[0]))
-                return loss
-            return self.module(*args, **kwargs)
+            with self._device.computing():
+                if len(args) == 1 and not kwargs and self._knows_loss(args[0]):
+                    loss = self._loss_fn(self.module, self._to_device(args[0]))
+                    if trains:
+                        self._pending_counts.append(self._count_of(args[0]))
+                    return loss
+                return self.module(*args, **kwargs)
+
+    def _to_device(self, micro_batch: Any) -> Any:
+        if isinstance(micro_batch, MicroBatch) and micro_batch.input_ids.device.type != self._device.type:
+            return micro_batch.to(self._device.torch_device)
+        return micro_batch
 
     def _knows_loss(self, micro_batch: Any) -> bool:
         return isinstance(micro_batch, MicroBatch) or self._loss_fn is not causal_lm_loss_sum
@@ -152,12 +159,12 @@ class OdcEngine:
             if self._loader is not None and self._loader.is_dummy:
                 # A stand-in that keeps collectives in step: run it, but let it add nothing.
                 loss, count = loss * 0.0, 0.0
-            with self._sharding.counted_backward():
+            with self._device.computing(), self._sharding.counted_backward():
                 loss.backward()  # type: ignore[no-untyped-call]
             self._pending_counts.clear()
             self._monitor.tally.backward()
             self._count += count
-            self._loss_sum += loss.detach().reshape(()).to("cpu", torch.float64)
+            self._loss_sum += loss.detach().reshape(()).to(self._device.torch_device, torch.float64)
             self._micro_batches += 1
         self._control.enter(Phase.BETWEEN, micro_batch=self._micro_batches)
 
@@ -190,13 +197,16 @@ class OdcEngine:
             self._sharding.check_parameters()
             if self._pending_counts:
                 logger.warning("step %d: a forward without backward; its count is left out", step)
-            busy_s = time.perf_counter() - self._started - self._sharding.blocked.wait_s
-            wait_s = self._meet(step) + self._sharding.blocked.wait_s
-        boundary_start = time.perf_counter()
+            arrived = self._device.mark()
+            self._meet(step)
+            met = self._device.mark()
         with control.phase(Phase.COLLECT):
-            squared_norm = self._sharding.collect()
+            loss_sum, squared_norm = self._fetch(self._sharding.collect())
+        wait_s = self._device.seconds(arrived, met) + self._sharding.blocked.wait_s
+        boundary_start = self._started + self._lead_s + self._device.seconds(self._start_mark, met)
+        busy_s = boundary_start - self._started - wait_s
         with control.phase(Phase.AGREE):
-            agreed = self._agree(squared_norm, busy_s, wait_s)
+            agreed = self._agree(loss_sum, squared_norm, busy_s, wait_s)
         lr = float(self.optimizer.param_groups[0]["lr"])
         with control.phase(Phase.UPDATE):
             applied = self._update(agreed)
@@ -228,21 +238,28 @@ class OdcEngine:
         control.enter(Phase.BETWEEN, step=self.global_steps, micro_batch=0)
         return metrics
 
-    def _meet(self, step: int) -> float:
+    def _meet(self, step: int) -> None:
         """Barrier A: all pushes have landed, all pulls have completed."""
         if self.transport is not None:
-            return self.transport.barrier(Meeting.END_OF_STEP, step)
+            self.transport.barrier(Meeting.END_OF_STEP, step)
+            return
         if self._equal_counts:
             self._control.end_micro_batches(step, self._micro_batches)
-        waited = self._control.barrier(Meeting.END_OF_STEP, step)
+        self._control.barrier(Meeting.END_OF_STEP, step)
         if self._equal_counts:
             self._control.check_equal_counts(step, self._micro_batches)
-        return waited
 
-    def _agree(self, squared_norm: torch.Tensor, busy_s: float, wait_s: float) -> _Agreed:
+    def _fetch(self, squared_norm: torch.Tensor) -> tuple[float, float]:
+        """This rank's loss sum and squared norm, on the host: the one time that it waits for a GPU."""
+        values = torch.cat([self._loss_sum[None], squared_norm[None], self._sharding.faults()])
+        loss_sum, squared, *faults = self._device.fetch(values, self._control)
+        self._sharding.raise_faults(faults)
+        return loss_sum, squared
+
+    def _agree(self, loss_sum: float, squared_norm: float, busy_s: float, wait_s: float) -> _Agreed:
         """One small all-reduce tells every rank what all have done."""
         world_size, rank, tally = self.topology.world_size, self.topology.rank, self._monitor.tally
-        sums = [float(self._loss_sum), self._count, float(squared_norm), float(self._micro_batches)]
+        sums = [loss_sum, self._count, squared_norm, float(self._micro_batches)]
         totals = torch.tensor([*sums, tally.samples, tally.flops], dtype=torch.float64)
         of_ranks = torch.zeros(3, world_size, dtype=torch.float64)
         of_ranks[:, rank] = torch.tensor([busy_s, wait_s, tally.tokens], dtype=torch.float64)
@@ -250,11 +267,11 @@ class OdcEngine:
         if world_size > 1:
             work = dist.all_reduce(message, group=self._host_group, async_op=True)
             self._control.wait_work(work, "the agreement on norm and counts")
-        loss_sum, count, squared, micro_batches, samples, flops = message[: len(totals)].tolist()
+        total_loss, count, squared, micro_batches, samples, flops = message[: len(totals)].tolist()
         rest = message[len(totals) :]
         busy, wait, tokens = rest[: of_ranks.numel()].view(3, world_size).tolist()
         return _Agreed(
-            loss_sum=loss_sum,
+            loss_sum=total_loss,
             count=count,
             grad_norm=math.sqrt(squared) / count if count else math.nan,
             num_micro_batches=round(micro_batches),
@@ -284,7 +301,7 @@ class OdcEngine:
 
     def _start_minibatch(self) -> None:
         self._monitor.begin_step(self.global_steps)
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device.torch_device)
         self._count = 0.0
         self._pending_counts: list[float | None] = []  # of forwards since the last backward
         self._micro_batches = 0
@@ -301,6 +318,8 @@ class OdcEngine:
             self._started = time.perf_counter()
             if self._loader is not None and self._loader.asked_at > self._ended_at:
                 self._started = self._loader.asked_at
+            self._start_mark = self._device.mark()
+            self._lead_s = time.perf_counter() - self._started
             self._sharding.begin()
             self._begun = True
         if not self._micro_batches:  # evaluations may come before, and loads between them

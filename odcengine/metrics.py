@@ -30,9 +30,10 @@ class StepMetrics:
             first forward, backward or ``step()``) to the barrier A, without waiting.
         wait_s: for each rank the seconds it waited for others: at A, for flags, in lock-step barriers; with
             collectives all time inside them, moving data included.
-        boundary_s: this rank's seconds from the end of A to the end of ``step()``.
-        gather_s: this rank's seconds getting parameters, waiting included.
-        push_s: this rank's seconds handing over gradients, waiting included.
+        boundary_s: this rank's seconds from the end of A to the end of ``step()``; a GPU may still be at the
+            optimizer's last kernels then.
+        gather_s: this rank's seconds getting parameters, waiting included; on a GPU those of the host.
+        push_s: this rank's seconds handing over gradients, waiting included; on a GPU those of the host.
         num_samples: samples computed by all ranks together, without stand-ins for empty micro-batches; None
             where a rank got its batches neither from the engine's loader nor as ``MicroBatch``.
         tokens: for each rank the tokens of its samples, padding and stand-ins not counted; None where unknown

@@ -25,6 +25,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from odcengine._collectives import all_gather
 from odcengine.config import Config
 from odcengine.control import ControlBlock
+from odcengine.device import Device, check_devices, choose_device, identity_of
 from odcengine.errors import ConfigError
 from odcengine.topology import RankInfo, Topology, build_topology
 
@@ -40,23 +41,29 @@ class Job:
     Attributes:
         topology: ranks and nodes.
         control: the node's control block.
+        device: where this rank computes.
+        start_group: process group of all ranks for tensors of the host, with the limit of the start.
         host_group: gloo process group of all ranks, for small host-side exchanges at the boundary.
-        between_nodes: gloo process group of the ranks with this rank's local index, one a node; None with
-            one node.
+        node_group: process group of the ranks of this node, for exchanges between their devices.
+        between_nodes: process group of the ranks with this rank's local index, one a node, for tensors of the
+            device; None with one node.
         at_exit: what is registered to run at exit unless :meth:`leave` came first.
     """
 
     topology: Topology
     control: ControlBlock
+    device: Device
+    start_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
+    node_group: dist.ProcessGroup
     between_nodes: dist.ProcessGroup | None
     at_exit: Callable[[], None]
 
     def leave(self) -> None:
         """Give up the groups with their sockets and threads, once no rank uses them any more."""
         atexit.unregister(self.at_exit)
-        for group in (self.host_group, self.between_nodes):
-            if group is not None and dist.is_initialized():
+        for group in _groups(self.start_group, self.host_group, self.node_group, self.between_nodes):
+            if dist.is_initialized():
                 dist.destroy_process_group(group)
 
 
@@ -101,24 +108,23 @@ def _interruptible() -> Iterator[None]:
 def _join(info: RankInfo, config: Config) -> Job:
     options = config.odc
     startup = datetime.timedelta(seconds=options.startup_timeout_s)
+    device = choose_device(info, _wanted_device(config))
     if not dist.is_initialized():
-        _init_process_group(info, startup)
+        _init_process_group(info, device, startup)
     elif (dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size):
         raise ConfigError(
             f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
             f"{info.source} says rank {info.rank} of {info.world_size}; initialise it from the same variables"
         )
 
-    exchange = _exchanger()
+    start_group = _start_group(startup)
+    exchange = _exchanger(start_group)
     _compare(exchange, "configuration", _digest(config.to_yaml()))
-    topology = _choose_nodes(build_topology(info, exchange, node_size=options.node_size), config)
+    found = build_topology(info, exchange, node_size=options.node_size)
+    check_devices(exchange(identity_of(device)), [found.describe(rank) for rank in range(info.world_size)])
+    topology = _choose_nodes(found, config, device)
     host_group = dist.new_group(backend="gloo", timeout=_NEVER)
-    between_nodes = None
-    if topology.num_nodes > 1 and topology.is_even:
-        for column in zip(*topology.nodes, strict=True):
-            group = dist.new_group(sorted(column), backend="gloo", timeout=_NEVER)
-            if topology.rank in column:
-                between_nodes = group
+    node_group, between_nodes = _new_groups(topology, device)
 
     # One token a node, made by its first rank: the key to the node's shared memory.
     tokens = exchange(secrets.token_hex(16))
@@ -130,14 +136,52 @@ def _join(info: RankInfo, config: Config) -> Job:
         store=_open_store(topology, exchange, startup) if topology.num_nodes > 1 else None,
         error_file=info.error_file,
     )
-    at_exit = functools.partial(_abandon, (host_group, between_nodes))
+    at_exit = functools.partial(_abandon, _groups(start_group, host_group, node_group, between_nodes))
     atexit.register(at_exit)
-    return Job(topology, control, host_group, between_nodes, at_exit)
+    return Job(topology, control, device, start_group, host_group, node_group, between_nodes, at_exit)
 
 
-def _init_process_group(info: RankInfo, timeout: datetime.timedelta) -> None:
+def _start_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """The default group, or, where a script made it for GPUs only, another for tensors of the host."""
+    world = dist.group.WORLD
+    assert world is not None  # join has seen to it
+    if "cpu:" in dist.get_backend_config():
+        return world
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+def _wanted_device(config: Config) -> str:
+    needed = {"shm": "cpu", "cuda_p2p": "cuda"}.get(config.odc.transport, "auto")
+    return needed if config.odc.device == "auto" else config.odc.device
+
+
+def _new_groups(topology: Topology, device: Device) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The groups of this rank's node and of its column. Collective over all ranks."""
+    node_group, between_nodes = dist.group.WORLD, None
+    assert node_group is not None  # join has seen to it
+    if device.type == "cuda" and topology.num_nodes > 1:
+        for ranks in topology.nodes:
+            group = dist.new_group(sorted(ranks), backend=device.backend, timeout=_NEVER)
+            node_group = group if topology.rank in ranks else node_group
+    if topology.num_nodes > 1 and topology.is_even:
+        for column in zip(*topology.nodes, strict=True):
+            group = dist.new_group(sorted(column), backend=device.backend, timeout=_NEVER)
+            between_nodes = group if topology.rank in column else between_nodes
+    return node_group, between_nodes
+
+
+def _groups(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """Those that are there and were made here."""
+    return [group for group in groups if group is not None and group is not dist.group.WORLD]
+
+
+def _init_process_group(info: RankInfo, device: Device, timeout: datetime.timedelta) -> None:
+    device_id = device.torch_device if device.type == "cuda" else None
     if info.world_size == 1 and info.rendezvous is None:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            device.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
     elif info.rendezvous is None:
         raise ConfigError(
             f"environment: {info.source} says rank {info.rank} of {info.world_size}, but MASTER_ADDR and "
@@ -145,12 +189,17 @@ def _init_process_group(info: RankInfo, timeout: datetime.timedelta) -> None:
         )
     else:
         dist.init_process_group(
-            "gloo", rank=info.rank, world_size=info.world_size, init_method="env://", timeout=timeout
+            device.backend,
+            rank=info.rank,
+            world_size=info.world_size,
+            init_method="env://",
+            timeout=timeout,
+            device_id=device_id,
         )
     atexit.register(_destroy_process_group)
 
 
-def _abandon(groups: tuple[dist.ProcessGroup | None, ...]) -> None:
+def _abandon(groups: Sequence[dist.ProcessGroup]) -> None:
     """At exit after a failure: let the process end although a collective is pending that never ends.
 
     The destructor of a gloo group waits for its collectives, and a rank that is stopped or cut off takes no
@@ -166,18 +215,18 @@ def _destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _exchanger() -> Callable[[str], list[str]]:
+def _exchanger(group: dist.ProcessGroup) -> Callable[[str], list[str]]:
     """A function that gathers one text from every rank, in rank order, as tensors of bytes."""
 
     def exchange(text: str) -> list[str]:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         world_size = dist.get_world_size()
         sizes = torch.zeros(world_size, dtype=torch.int64)
-        all_gather(sizes, torch.tensor([data.numel()]))
+        all_gather(sizes, torch.tensor([data.numel()]), group=group)
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = torch.empty(world_size * padded.numel(), dtype=torch.uint8)
-        all_gather(rows, padded)
+        all_gather(rows, padded, group=group)
         texts = rows.view(world_size, -1)
         return [bytes(row[:size].tolist()).decode() for row, size in zip(texts, sizes.tolist(), strict=True)]
 
@@ -198,7 +247,7 @@ def _compare(exchange: Callable[[str], Sequence[str]], what: str, mine: str) -> 
         )
 
 
-def _choose_nodes(topology: Topology, config: Config) -> Topology:
+def _choose_nodes(topology: Topology, config: Config, device: Device) -> Topology:
     """The topology that windows are laid out for: hybrid sharding keeps the nodes, full has one."""
     mode, one_machine = config.odc.sharding, len(set(topology.machines)) == 1
     if config.odc.transport == "collective":
@@ -212,10 +261,11 @@ def _choose_nodes(topology: Topology, config: Config) -> Topology:
     if mode == "hybrid" or (mode == "auto" and topology.is_even):
         return topology
     if not one_machine:
+        name = "shm" if device.type == "cpu" else "cuda_p2p"
         raise ConfigError(
-            f"odc.transport: shm joins ranks of one host, but with `odc.sharding: {mode}` it would have to "
-            f"join the hosts {sorted(set(topology.hosts))}; use `odc.sharding: hybrid` with equal numbers of "
-            "ranks on each, which keeps shm inside each host"
+            f"odc.transport: {name} joins ranks of one host, but with `odc.sharding: {mode}` it would have "
+            f"to join the hosts {sorted(set(topology.hosts))}; use `odc.sharding: hybrid` with equal numbers "
+            f"of ranks on each, which keeps {name} inside each host"
         )
     return topology.flat()
 
@@ -234,11 +284,12 @@ def _open_store(
     return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def equalize_weights(model: nn.Module) -> None:
+def equalize_weights(model: nn.Module, job: Job) -> None:
     """Give all ranks rank 0's parameters and buffers, as DeepSpeed does. Collective.
 
     Args:
-        model: the model, not sharded yet.
+        model: the model, not sharded yet, on the CPU or on the job's device.
+        job: the ranks.
 
     Raises:
         ConfigError: the ranks' models differ in names, shapes or dtypes.
@@ -247,7 +298,12 @@ def equalize_weights(model: nn.Module) -> None:
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shape = json.dumps([[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()])
-    _compare(_exchanger(), "model (names, shapes, dtypes, requires_grad of its tensors)", _digest(shape))
+    what = "model (names, shapes, dtypes, requires_grad of its tensors)"
+    _compare(_exchanger(job.start_group), what, _digest(shape))
     for tensor in tensors.values():
         if tensor.numel():
-            dist.broadcast(tensor.detach(), src=0)
+            # Over the devices: one tensor at a time travels through the GPU, which gloo could not match.
+            moved = tensor.detach().to(job.device.torch_device)
+            dist.broadcast(moved, src=0)
+            if moved.device != tensor.device and job.topology.rank != 0:
+                tensor.detach().copy_(moved)

@@ -51,12 +51,14 @@ class Blocked:
     num_pushes: int = 0
 
 
-def squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Squared 2-norm of all tensors together, float64 scalar on the CPU."""
-    total = torch.zeros((), dtype=torch.float64)
-    for tensor in tensors:
-        total += torch.linalg.vector_norm(tensor, dtype=torch.float64).cpu().square()
-    return total
+def squared_norm(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Squared 2-norm of all tensors together, float64 scalar on the device that they are on."""
+    found = [tensor for tensor in tensors if tensor.numel()]
+    if device.type == "cpu":
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in found]
+    else:  # few launches; each tensor is summed pairwise in its own dtype
+        norms = [norm.double() for norm in torch._foreach_norm(found)] if found else []
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
 class Sharding(abc.ABC):
@@ -67,6 +69,7 @@ class Sharding(abc.ABC):
 
     Attributes:
         recorder: gets every gather and push while it is set.
+        device: where the shards are.
 
     Args:
         model: the sharded model.
@@ -77,6 +80,7 @@ class Sharding(abc.ABC):
         self.model = model
         self.groups = list(groups)
         self.trainable: list[ParamEntry] = [entry for group in groups for entry in group.trainable]
+        self.device = self.groups[0].entries[0].local.device
         self.blocked = Blocked()
         self._counted = False
         self.recorder: EventRecorder | None = None
@@ -140,8 +144,15 @@ class Sharding(abc.ABC):
         """After barrier A: make the sums of this rank's shard ready. Collective between nodes.
 
         Returns:
-            The squared 2-norm of this rank's shard of the gradient sum, float64 scalar on the CPU.
+            The squared 2-norm of this rank's shard of the gradient sum, float64 scalar on the device.
         """
+
+    def faults(self) -> torch.Tensor:
+        """Checks whose outcome is still on the device: float64, 1-D, 0 where nothing is wrong."""
+        return torch.zeros(0, dtype=torch.float64, device=self.device)
+
+    def raise_faults(self, faults: Sequence[float]) -> None:  # noqa: B027 - most have none
+        """Raise what the values of :meth:`faults`, on the host by now, say is wrong."""
 
     @abc.abstractmethod
     def used(self) -> torch.Tensor:

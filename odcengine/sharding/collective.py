@@ -41,7 +41,7 @@ class CollectiveSharding(Sharding):
     @torch.no_grad()
     def collect(self) -> torch.Tensor:
         self.reshard()
-        return squared_norm(gradient for _, gradient in self._gradients())
+        return squared_norm((gradient for _, gradient in self._gradients()), self.device)
 
     def _gradients(self) -> Iterator[tuple[ParamEntry, torch.Tensor]]:
         for entry in self.trainable:
@@ -55,8 +55,9 @@ class CollectiveSharding(Sharding):
 
     @torch.no_grad()
     def expose(self, used: torch.Tensor, scale: float) -> None:
-        for _, gradient in self._gradients():
-            gradient.mul_(scale)
+        gradients = [gradient for _, gradient in self._gradients()]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
         for entry, flag in zip(self.trainable, used.tolist(), strict=True):
             if flag and entry.param.grad is None:  # another rank's micro-batch used it
                 entry.param.grad = torch.zeros_like(entry.param)

@@ -241,11 +241,12 @@ def prove_layout(groups: Sequence[ParamGroup]) -> None:
     Raises:
         OdcError: the installed torch lays parameters out differently; names the group.
     """
-    generator = torch.Generator().manual_seed(0)
+    device = groups[0].entries[0].local.device
+    generator = torch.Generator(device).manual_seed(0)
     for group in groups:
         kept = [entry.local.clone() for entry in group.entries]
         for entry in group.entries:
-            noise = torch.rand(entry.local.shape, generator=generator, dtype=torch.float32)
+            noise = torch.rand(entry.local.shape, generator=generator, dtype=torch.float32, device=device)
             entry.local.copy_((noise * 100).to(entry.local.dtype))
         recorder = _Recorder()
         group.module.set_custom_all_gather(recorder)
@@ -262,6 +263,7 @@ def prove_layout(groups: Sequence[ParamGroup]) -> None:
             )
 
 
+@torch.no_grad()
 def write_shard(group: ParamGroup, row: torch.Tensor, entries: Sequence[ParamEntry] | None = None) -> None:
     """Copy this rank's shard of parameters into place, cast to the dtype in which they are pulled.
 
@@ -270,11 +272,15 @@ def write_shard(group: ParamGroup, row: torch.Tensor, entries: Sequence[ParamEnt
         row: 1-D uint8 of ``group.nbytes``; padding is left as it is.
         entries: which parameters; all by default.
     """
+    targets, sources = [], []
     for entry in group.entries if entries is None else entries:
         local = entry.local.reshape(-1)
         nbytes = local.numel() * entry.dtype.itemsize
         target = row[entry.byte_offset : entry.byte_offset + nbytes]
         if target.storage_offset() % entry.dtype.itemsize == 0:
-            target.view(entry.dtype).copy_(local)
+            targets.append(target.view(entry.dtype))
+            sources.append(local)
         else:  # mixed dtypes in one group: segments need not be aligned
             target.copy_(local.to(entry.dtype).view(torch.uint8))
+    if targets:
+        torch._foreach_copy_(targets, sources)

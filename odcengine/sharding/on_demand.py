@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,10 @@ class OnDemandSharding(Sharding):
         self._node_order = [column.index(rank) for rank in sorted(column)]
         self._versions: dict[int, int] = {}
         self._compared: set[int] = set()  # groups whose own shard was compared in this minibatch
+        # On a GPU the outcome of the comparison stays there until the boundary: one flag a group.
+        on_gpu = self.device.type != "cpu"
+        self._differs = torch.zeros(len(self.groups) if on_gpu else 0, dtype=torch.bool, device=self.device)
+        self._exposed: dict[int, DTensor] = {}  # gradients that are views of an accumulator, by parameter
         self._sums: list[torch.Tensor] = []
         self._used = torch.zeros(len(self.trainable), dtype=torch.float64)
         first = 0
@@ -153,8 +158,24 @@ class OnDemandSharding(Sharding):
         Versions do not show writes through ``.data`` or a local tensor; the bytes do.
         """
         self._compared.add(group.index)
-        if not torch.equal(own, self._param_windows[group.index].local[self.transport.grid.node]):
-            raise UsageError(_CHANGED.format(f"a parameter of {group.label}"))
+        published = self._param_windows[group.index].local[self.transport.grid.node]
+        if self._differs.numel():
+            if group.nbytes % 8 == 0:  # eight bytes at a time
+                own, published = own.view(torch.int64), published.view(torch.int64)
+            self._differs[group.index] = (own != published).any()
+        elif not torch.equal(own, published):
+            self._raise_changed(group)
+
+    def _raise_changed(self, group: ParamGroup) -> NoReturn:
+        raise UsageError(_CHANGED.format(f"a parameter of {group.label}"))
+
+    def faults(self) -> torch.Tensor:
+        return self._differs.double()
+
+    def raise_faults(self, faults: Sequence[float]) -> None:
+        for group, differs in zip(self.groups, faults, strict=False):
+            if differs:
+                self._raise_changed(group)
 
     def push(self, group: ParamGroup, rows: torch.Tensor, offset: int) -> None:
         """Add ``rows`` (``[W, k]``) into the owners' accumulators, from element ``offset`` of each shard."""
@@ -182,7 +203,7 @@ class OnDemandSharding(Sharding):
     def collect(self) -> torch.Tensor:
         self.reshard()
         self._sums = self._between_nodes_sums() if self._between_nodes else self._own_rows()
-        return squared_norm(self._sums)
+        return squared_norm(self._sums, self.device)
 
     def _own_rows(self) -> list[torch.Tensor]:
         return [window.local[0] for window in self._accumulators]
@@ -214,17 +235,22 @@ class OnDemandSharding(Sharding):
     @torch.no_grad()
     def expose(self, used: torch.Tensor, scale: float) -> None:
         flags = iter(used.tolist())
+        if self._sums:
+            torch._foreach_mul_(self._sums, scale)
         for group, flat in zip(self.groups, self._sums, strict=True):
-            flat.mul_(scale)
             for entry in group.trainable:
                 entry.param.grad = self._gradient(entry, flat) if next(flags) else None
 
     def _gradient(self, entry: ParamEntry, flat: torch.Tensor) -> DTensor:
-        param, local = entry.param, entry.local
+        """The parameter's gradient: a view of ``flat``, cast where the parameter has another dtype."""
+        param, kept = entry.param, self._exposed.get(id(entry.param))
+        if kept is not None:
+            return kept
+        local = entry.local
         assert isinstance(param, DTensor)  # find_groups saw to it
         assert entry.grad_offset is not None  # it is trainable
         view = flat[entry.grad_offset : entry.grad_offset + local.numel()].view(local.shape)
-        return DTensor.from_local(
+        gradient = DTensor.from_local(
             view.to(param.dtype),
             param.device_mesh,
             param.placements,
@@ -232,12 +258,15 @@ class OnDemandSharding(Sharding):
             shape=param.shape,
             stride=param.stride(),
         )
+        if self._between_nodes is None and view.dtype == param.dtype:
+            self._exposed[id(param)] = gradient  # the same memory in every minibatch
+        return gradient
 
     def release(self) -> None:
         super().release()
         self._sums = []
-        for window in self._accumulators:
-            window.local.zero_()
+        if self._accumulators:
+            torch._foreach_zero_([window.local for window in self._accumulators])
         self._used.zero_()
 
     @torch.no_grad()
@@ -262,12 +291,14 @@ class OnDemandSharding(Sharding):
             if not self._in_order():
                 window.local[self._node_order] = rows.view(window.local.shape)
         self._compared.clear()
+        self._differs.zero_()
         self.epoch += 1
         self.transport.signal_published(self.epoch)
 
     def close(self) -> None:
         self.reshard()
         self._sums.clear()
+        self._exposed.clear()
         self._param_windows.clear()
         self._accumulators.clear()
         super().close()

@@ -78,7 +78,7 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], device_type: str)
     Args:
         model: the model, not sharded yet.
         blocks: the modules that become groups.
-        device_type: where the parameters must be, "cpu" or "cuda".
+        device_type: where the ranks compute, "cpu" or "cuda"; parameters may be there or on the CPU.
 
     Raises:
         ConfigError: no parameters, parameters on another device, or one tied across groups.
@@ -90,7 +90,7 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], device_type: str)
             f"model: no parameter of {type(model).__name__} requires a gradient; there is nothing to train"
         )
     for name, parameter in model.named_parameters():
-        if parameter.device.type != device_type:
+        if parameter.device.type not in ("cpu", device_type):
             raise ConfigError(
                 f"model: parameter {name} is on {parameter.device}; the ranks of this job train on "
                 f"{device_type} (materialise or move the model before odcengine.initialize)"

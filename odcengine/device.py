@@ -1,0 +1,199 @@
+"""The device of a rank, CPU or one GPU: its streams, its clock, and how the host waits for its results.
+
+The engine, the sharding and the monitor do the same on both; what differs is here. On a CPU everything is
+done when a call returns. On a GPU calls only enqueue work, so times are taken by events in the order of the
+stream, and the host asks for numbers once a minibatch.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from odcengine.control import ControlBlock
+from odcengine.errors import ConfigError
+from odcengine.topology import RankInfo
+
+Mark = Any
+"""A point in time of a device; see :meth:`Device.mark`."""
+
+
+class Device(abc.ABC):
+    """Where a rank computes.
+
+    Attributes:
+        torch_device: as torch names it, with its index.
+    """
+
+    torch_device: torch.device
+
+    @property
+    def type(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.torch_device.type
+
+    @property
+    def backend(self) -> str:
+        """Backends of torch.distributed for tensors of the host and of the device."""
+        return "cpu:gloo,cuda:nccl" if self.type == "cuda" else "gloo"
+
+    @abc.abstractmethod
+    def mark(self) -> Mark:
+        """A point in time: when what was enqueued on the current stream so far is done."""
+
+    @abc.abstractmethod
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Seconds between two marks that have passed (after :meth:`fetch`, all of before it have)."""
+
+    @abc.abstractmethod
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Forward and backward run inside of it."""
+
+    @abc.abstractmethod
+    def fetch(self, values: torch.Tensor, control: ControlBlock) -> list[float]:
+        """Numbers of the device, once everything enqueued before on the current stream is done.
+
+        Args:
+            values: 1-D.
+            control: watches the wait; a rank that fails meanwhile ends it.
+
+        Raises:
+            PeerError: another rank failed or died.
+        """
+
+
+class CpuDevice(Device):
+    """The CPU: what is called is done."""
+
+    torch_device = torch.device("cpu")
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return float(end - start)
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def fetch(self, values: torch.Tensor, control: ControlBlock) -> list[float]:
+        numbers: list[float] = values.tolist()
+        return numbers
+
+
+class CudaDevice(Device):
+    """One GPU.
+
+    Forward and backward run on a stream of higher priority than the transport's pushes, so that their
+    kernels take the multiprocessors first and pushes what they leave.
+
+    Args:
+        index: the GPU, as this process numbers those that it sees.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(index)
+        self._stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
+        self._landing = torch.zeros(0, dtype=torch.float64)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return float(start.elapsed_time(end)) / 1e3
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        outer = torch.cuda.current_stream(self.torch_device)
+        if outer == self._stream:
+            yield
+            return
+        # Both ways, so that memory of either stream may be used, freed and used again on the other.
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
+
+    def fetch(self, values: torch.Tensor, control: ControlBlock) -> list[float]:
+        if self._landing.numel() != values.numel():
+            self._landing = torch.zeros(values.numel(), dtype=torch.float64, pin_memory=True)
+        self._landing.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        others = [i for i in range(len(control.topology.peers)) if i != control.topology.local_rank]
+        control.wait_until(event.query, "the GPU's work of the minibatch", lambda: others, everyone=True)
+        numbers: list[float] = self._landing.tolist()
+        return numbers
+
+
+def choose_device(info: RankInfo, wanted: str) -> Device:
+    """The device of this rank, made current.
+
+    Args:
+        info: this rank.
+        wanted: ``auto`` (a GPU where torch sees one), ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: a GPU is wanted and there is none for this rank.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return CpuDevice()
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        raise ConfigError(
+            "odc.device: cuda, but torch finds no GPU ("
+            f"{'no driver, or CUDA_VISIBLE_DEVICES hides it' if built else 'a torch without CUDA'}); "
+            "expected cpu or auto here"
+        )
+    visible, local = torch.cuda.device_count(), info.local_rank or 0
+    if visible > 1 and local >= visible:
+        raise ConfigError(
+            f"local rank {local} of {info.local_world_size} finds {visible} GPUs; start at most one rank a "
+            "GPU (odc-launch --nproc-per-node), or set odc.device: cpu"
+        )
+    # A scheduler may show each rank its own GPU only; then that is number 0 for all of them.
+    return CudaDevice(local if visible > 1 else 0)
+
+
+def identity_of(device: Device) -> str:
+    """What tells a GPU from all others of all machines, and its kind, as ``id|kind``; a CPU has no id."""
+    if device.type != "cuda":
+        return "|CPU"
+    properties = torch.cuda.get_device_properties(device.torch_device)
+    return f"{properties.uuid}|{properties.name}"
+
+
+def check_devices(identities: list[str], describe: list[str]) -> None:
+    """Refuse ranks on different kinds of devices, and two ranks on one GPU.
+
+    Args:
+        identities: of all ranks, from :func:`identity_of`.
+        describe: all ranks' names for messages.
+
+    Raises:
+        ConfigError: names the ranks.
+    """
+    ids, kinds = zip(*(identity.split("|", 1) for identity in identities), strict=True)
+    odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if odd is not None:
+        raise ConfigError(
+            f"{describe[odd]} computes on {kinds[odd]}, {describe[0]} on {kinds[0]}; all ranks of a job need "
+            "the same kind of device (choose machines alike, or set odc.device)"
+        )
+    first: dict[str, int] = {}
+    for rank, uuid in enumerate(ids):
+        if uuid and first.setdefault(uuid, rank) != rank:
+            raise ConfigError(
+                f"{describe[first[uuid]]} and {describe[rank]} are on the same GPU; give each rank one "
+                "of its own (as many ranks a node as GPUs; LOCAL_RANK or CUDA_VISIBLE_DEVICES may be wrong)"
+            )

@@ -1,0 +1,100 @@
+"""The GPU kernels of one-sided communication, in Triton: adding into peers' memory, flags, bounded waits.
+
+Addresses of peers' memory are int64 tensors on the device. All stores and additions to them have system
+scope: they go over NVLink or PCIe to another GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WAITING, DONE, ABORTED, TOO_LATE = 0, 1, 2, 3
+"""How a wait on the device ended; WAITING and DONE are no failure."""
+
+
+@triton.jit(do_not_specialize=["rows", "offset", "first"])
+def scatter_add_kernel(
+    addresses,  # int64 [rows]: where row r is added to
+    source,  # [rows, count] with contiguous rows
+    row_stride,  # elements between rows of source
+    count,  # elements of a row
+    rows,  # number of rows
+    offset,  # first element in the memory of each row
+    first,  # row to start with, another on each rank
+    element: tl.constexpr,  # dtype of the accumulator
+    BLOCK: tl.constexpr,
+):
+    """Add each row of ``source`` to the memory at its address, each element once and atomically.
+
+    A grid of any size covers all blocks. Neighbouring blocks belong to different rows, so that at any moment
+    the additions of a launch are spread over all owners.
+    """
+    blocks = tl.cdiv(count, BLOCK)
+    for index in range(tl.program_id(0), blocks * rows, tl.num_programs(0)):
+        row = (index + first) % rows
+        offsets = (index // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < count
+        values = tl.load(source + row.to(tl.int64) * row_stride + offsets, mask=inside).to(element)
+        target = tl.load(addresses + row).to(tl.pointer_type(element))
+        tl.atomic_add(target + offset + offsets, values, mask=inside, sem="relaxed", scope="sys")
+
+
+@triton.jit(do_not_specialize=["value", "count"])
+def signal_kernel(addresses, value, count, LANES: tl.constexpr):
+    """Store ``value`` into the int64 words at all addresses, after everything enqueued before it.
+
+    Args:
+        addresses: int64 [count]: this rank's word in the memory of each peer.
+        value: the number; it only grows.
+        count: how many.
+        LANES: a power of two, at least ``count``.
+    """
+    lanes = tl.arange(0, LANES)
+    inside = lanes < count
+    words = tl.load(addresses + lanes, mask=inside, other=0).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(words, tl.zeros([LANES], tl.int64) + value, mask=inside, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["value", "count", "limit_ns"], do_not_specialize_on_alignment=["words"])
+def wait_kernel(words, value, count, abort, status, limit_ns, LANES: tl.constexpr):
+    """Wait until ``count`` int64 words of this rank's own memory are at least ``value``, or give up.
+
+    Ends early when the host raises ``abort``, or after ``limit_ns``; then it says so in ``status``. It never
+    spins for ever and never traps.
+
+    Args:
+        words: the first word; peers store into them.
+        value: what each must reach.
+        count: how many words.
+        abort: int64 in mapped host memory.
+        status: int64 in mapped host memory, see :data:`ABORTED` and :data:`TOO_LATE`.
+        limit_ns: nanoseconds of the device's global timer.
+        LANES: a power of two, at least ``count``.
+    """
+    lanes = tl.arange(0, LANES)
+    inside = lanes < count
+    begun = _now()
+    state = 0
+    while state == 0:
+        seen = tl.atomic_add(
+            words + lanes, tl.zeros([LANES], tl.int64), mask=inside, sem="acquire", scope="sys"
+        )
+        missing = tl.sum(tl.where(inside & (seen < value), 1, 0))
+        if missing == 0:
+            state = 1
+        else:
+            if tl.load(abort, volatile=True) != 0:
+                state = 2
+            else:
+                if _now() - begun > limit_ns:
+                    state = 3
+    if state > 1:
+        tl.store(status, tl.full([], 0, tl.int64) + state)
+
+
+@triton.jit
+def _now():
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )

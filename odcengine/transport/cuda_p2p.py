@@ -1,0 +1,319 @@
+"""GPUs of one node that can address each other's memory: over NVLink, or PCIe where peer access is on.
+
+Windows lie in torch's symmetric memory: each rank maps the windows of all others. A pull is a copy by the
+copy engine and takes no multiprocessor. A push is one kernel for all owners that adds into their memory with
+remote atomics; it runs on a low-priority stream of its own, beside the computation. No server, no staging.
+
+Everything is enqueued; nothing inside a minibatch makes the host wait for a device. Flags and the barrier act
+in the order of the streams: a kernel stores a number into a word of each peer's memory, another waits until
+the words of this rank's memory have it. The hosts meet first, through the control block, so a device only
+ever waits for work that its peers have enqueued already; that is where deadlines, deaths and diverging
+programs are noticed and named. Should a device wait all the same, it polls an abort word in host memory and a
+clock, and gives up with a status that the next call raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odcengine.control import ControlBlock, Meeting
+from odcengine.errors import ConfigError, DeadlineError, OdcError, PeerError
+from odcengine.transport.base import Grid, Transport, Window, WindowPlan
+
+try:
+    from odcengine.transport import _kernels
+except ImportError as error:  # pragma: no cover - depends on what is installed
+    raise ConfigError(
+        f"odc.transport: cuda_p2p needs Triton ({error}); pip install 'odcengine[cuda12]' (or cuda13)"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+_PUBLISHED, _ARRIVED = 0, 1  # rows of words, one word a peer
+_WORD = 8
+_BLOCK, _WARPS, _PUSH_CTAS = 2048, 8, 64
+_PUSHES_IN_FLIGHT = 2
+_REASONS = {
+    _kernels.ABORTED: "was given up because a rank failed",
+    _kernels.TOO_LATE: "ran past its limit of {limit:g} s (odc.timeout_s)",
+}
+_ELEMENTS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
+
+
+class CudaP2PTransport(Transport):
+    """Windows in the memory of this node's GPUs; see :class:`Transport` for the contract.
+
+    Pulls complete in the order of the current stream. Pushes complete in the order of a stream of the
+    transport's own: their source may be freed at once, but written again only after ``barrier``.
+
+    Args:
+        control: the node's control block.
+        grid: owners of the shards.
+        device: this rank's GPU; the current one.
+        group: process group of the node's ranks, for the exchange of memory handles.
+
+    Raises:
+        ConfigError: a pair of GPUs cannot address each other's memory; names it.
+    """
+
+    def __init__(
+        self, control: ControlBlock, grid: Grid, device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(control, grid)
+        self._device = device
+        self._group = group
+        self._windows: list[Window] = []
+        self._views: list[list[torch.Tensor]] = []  # [window][peer]: [M, n]
+        self._addresses: list[torch.Tensor] = []  # [window]: int64 [W], where each shard's row lies
+        self._memory: list[torch.Tensor] = []  # each peer's arena, mapped here
+        self._handle: Any = None
+        self._seen_by_host = [-1] * grid.node_size
+        self._seen_by_stream: dict[tuple[int, int], int] = {}
+        self._pull_streams: dict[int, torch.cuda.Stream] = {}
+        self._push_stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self._pushes: deque[torch.cuda.Event] = deque()
+        self._barriers = 0
+        self._lanes = 1 << (grid.node_size - 1).bit_length()
+        # Read and written by kernels while they run; pinned memory is mapped into the device's addresses.
+        self._abort = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._status = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._check_peer_access()
+        control.failure_listeners.append(self.abort)
+
+    def _check_peer_access(self) -> None:
+        """Every pair that this process can see; a scheduler may show it its own GPU only."""
+        count = torch.cuda.device_count()
+        mine = self._device.index
+        for other in range(min(count, self.grid.node_size)):
+            if other != mine and not torch.cuda.can_device_access_peer(mine, other):
+                names = [torch.cuda.get_device_name(index) for index in (mine, other)]
+                raise ConfigError(
+                    f"odc.transport: cuda_p2p: GPU {mine} ({names[0]}) cannot address the memory of GPU "
+                    f"{other} ({names[1]}); `nvidia-smi topo -p2p r` shows the pairs. Use linked GPUs"
+                )
+
+    def allocate(self, plan: WindowPlan) -> list[Window]:
+        if self._windows:
+            raise OdcError("cuda_p2p transport: windows are allocated once, in one plan")
+        size = self.grid.node_size
+        words_at = plan.total_nbytes
+        total = words_at + 2 * size * _WORD
+        self._check_memory(total)
+        own = self._map(total)
+        own.zero_()
+        for spec, offset in zip(plan.specs, plan.offsets, strict=True):
+            views = [
+                arena[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+                for arena in self._memory
+            ]
+            addresses = [0] * (self.grid.num_nodes * size)
+            for node, row in enumerate(self.grid.shards):
+                for peer, shard in enumerate(row):
+                    addresses[shard] = (
+                        self._memory[peer].data_ptr() + offset + node * spec.shape[1] * spec.dtype.itemsize
+                    )
+            self._views.append(views)
+            self._addresses.append(torch.tensor(addresses, device=self._device))
+            self._windows.append(Window(len(self._windows), spec, views[self.grid.local]))
+        self._words = own[words_at:].view(torch.int64).view(2, size)
+        self._remote_words = [
+            torch.tensor(
+                [
+                    arena.data_ptr() + words_at + (kind * size + self.grid.local) * _WORD
+                    for arena in self._memory
+                ],
+                device=self._device,
+            )
+            for kind in (_PUBLISHED, _ARRIVED)
+        ]
+        torch.cuda.synchronize(self._device)  # zeros are there before any peer adds or signals
+        self.control.barrier(Meeting.ALLOCATE)
+        self._warm_up()
+        return list(self._windows)
+
+    def _check_memory(self, total: int) -> None:
+        free, size = torch.cuda.mem_get_info(self._device)
+        logger.info("symmetric memory for windows: %.2f GiB on %s", total / 2**30, self._device)
+        if total > free:
+            host = self.control.topology.hosts[self.control.topology.rank]
+            raise OdcError(
+                f"host {host}, {self._device}: the windows need {total / 2**30:.2f} GiB of symmetric memory, "
+                f"{free / 2**30:.2f} of {size / 2**30:.2f} GiB are free; use more GPUs or a smaller model"
+            )
+
+    def _map(self, total: int) -> torch.Tensor:
+        """This rank's arena, and those of all peers in ``_memory``, by local index."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        own = symmetric_memory.empty(total, dtype=torch.uint8, device=self._device)
+        try:
+            self._handle = symmetric_memory.rendezvous(own, self._group.group_name)
+        except RuntimeError as error:
+            raise OdcError(
+                f"{self.control.describe(self.grid.local)}: torch's symmetric memory could not be mapped "
+                f"between the node's GPUs: {error}"
+            ) from error
+        for rank in self.control.topology.peers:
+            index = dist.get_group_rank(self._group, rank)
+            self._memory.append(self._handle.get_buffer(index, (total,), torch.uint8))
+        self._memory[self.grid.local] = own
+        return own
+
+    def _warm_up(self) -> None:
+        """Compile the kernels now, under the limits of the start, not inside the first minibatch."""
+        self._signal(_ARRIVED, 0)
+        self._wait_for(_ARRIVED, 0, self.grid.node_size, 0)
+        torch.cuda.synchronize(self._device)
+
+    # -- moving data -----------------------------------------------------------------------------------
+
+    def pull(self, window: Window, peer: int, node: int, out: torch.Tensor, offset: int = 0) -> None:
+        # narrow() refuses what lies outside; a slice would be cut short, and one element broadcast.
+        out.copy_(self._views[window.index][peer][node].narrow(0, offset, out.numel()), non_blocking=True)
+        stream = torch.cuda.current_stream(self._device)
+        self._pull_streams.setdefault(stream.cuda_stream, stream)
+        self.traffic.num_pulls += 1
+        self.traffic.pulled_bytes += out.numel() * out.element_size()
+
+    def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
+        shard = self.grid.shards[node][peer]
+        self._push(window, self._addresses[window.index][shard : shard + 1], source[None], offset)
+        return 0.0
+
+    def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:
+        self._push(window, self._addresses[window.index], source, offset)
+        return 0.0
+
+    def _push(self, window: Window, addresses: torch.Tensor, rows: torch.Tensor, offset: int) -> None:
+        (count, numel), length = rows.shape, window.spec.shape[1]
+        if not 0 <= offset <= offset + numel <= length:
+            raise ValueError(
+                f"{window.spec.name}: elements {offset} to {offset + numel} of a row of {length} do not exist"
+            )
+        if window.spec.dtype not in _ELEMENTS:
+            raise ValueError(f"{window.spec.name}: cannot add into {window.spec.dtype} on a GPU")
+        self._raise_status()
+        if not numel:
+            return
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        current = torch.cuda.current_stream(self._device)
+        if len(self._pushes) == _PUSHES_IN_FLIGHT:
+            # FSDP2 holds each buffer until the current stream is here: that bounds what pushes keep alive.
+            current.wait_event(self._pushes[0])
+        self._push_stream.wait_stream(current)
+        with torch.cuda.stream(self._push_stream):
+            blocks = -(-numel // _BLOCK) * count
+            _kernels.scatter_add_kernel[(min(blocks, _PUSH_CTAS),)](
+                addresses,
+                rows,
+                rows.stride(0),
+                numel,
+                count,
+                offset,
+                self.control.topology.rank % count,
+                element=_element(window.spec.dtype),
+                BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )
+            done = self._pushes.popleft() if len(self._pushes) == _PUSHES_IN_FLIGHT else _event()
+            done.record()
+            self._pushes.append(done)
+        rows.record_stream(self._push_stream)
+        self.traffic.num_pushes += count
+        self.traffic.pushed_bytes += rows.numel() * rows.element_size()
+
+    # -- flags and the barrier ---------------------------------------------------------------------------
+
+    def signal_published(self, epoch: int) -> None:
+        self._raise_status()
+        self._signal(_PUBLISHED, epoch + 1)
+        self.control.set_epoch(epoch)
+
+    def wait_published(self, peer: int, epoch: int) -> float:
+        if self._seen_by_host[peer] < epoch:
+            self._on_host(lambda: self.control.wait_epoch(peer, epoch))
+            self._seen_by_host[peer] = epoch
+        key = (torch.cuda.current_stream(self._device).cuda_stream, peer)
+        if self._seen_by_stream.get(key, -1) < epoch:
+            self._wait_for(_PUBLISHED, peer, 1, epoch + 1)
+            self._seen_by_stream[key] = epoch
+        return 0.0
+
+    def barrier(self, meeting: Meeting, number: int = 0) -> float:
+        self._raise_status()
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._push_stream)
+        for stream in self._pull_streams.values():
+            if stream != current:
+                current.wait_stream(stream)
+        self._pull_streams.clear()
+        self._barriers += 1
+        self._signal(_ARRIVED, self._barriers)
+        self._on_host(lambda: self.control.barrier(meeting, number))
+        self._wait_for(_ARRIVED, 0, self.grid.node_size, self._barriers)
+        return 0.0
+
+    def _on_host(self, wait: Any) -> None:
+        try:
+            wait()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _signal(self, kind: int, value: int) -> None:
+        _kernels.signal_kernel[(1,)](
+            self._remote_words[kind], value, self.grid.node_size, LANES=self._lanes, num_warps=1
+        )
+
+    def _wait_for(self, kind: int, first: int, count: int, value: int) -> None:
+        limit_ns = int(self.control.timeout_s * 1e9)
+        _kernels.wait_kernel[(1,)](
+            self._words[kind, first:],
+            value,
+            count,
+            self._abort,
+            self._status,
+            limit_ns,
+            LANES=self._lanes,
+            num_warps=1,
+        )
+
+    def abort(self) -> None:
+        """End every wait on the device, after a failure."""
+        self._abort.fill_(1)
+
+    def _raise_status(self) -> None:
+        state = int(self._status[0])
+        if state:
+            self.control.check()  # a rank that failed says why
+            reason = _REASONS[state].format(limit=self.control.timeout_s)
+            kind = DeadlineError if state == _kernels.TOO_LATE else PeerError
+            raise kind(f"{self.control.describe(self.grid.local)}: a wait on {self._device} {reason}")
+
+    def close(self, meeting: Meeting | None = Meeting.CLOSE) -> None:
+        if meeting is None:
+            self.abort()
+        elif self._handle is not None:
+            self.barrier(meeting)
+            torch.cuda.synchronize(self._device)
+        if self.abort in self.control.failure_listeners:
+            self.control.failure_listeners.remove(self.abort)
+        self._windows.clear()
+        self._views.clear()
+        self._addresses.clear()
+        self._memory.clear()
+        self._handle = None
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _element(dtype: torch.dtype) -> Any:
+    return getattr(_kernels.tl, _ELEMENTS[dtype])
