@@ -22,6 +22,7 @@ from odcengine.engine import LossFn, OdcEngine
 from odcengine.errors import ConfigError
 from odcengine.metrics import FlopsOf
 from odcengine.models import (
+    check_lengths,
     enable_checkpointing,
     is_transformers_model,
     load_model,
@@ -204,6 +205,7 @@ def _build_loader(
     )
     if loader.packs and (loss_fn is None or is_transformers_model(model)):
         prepare_model(model)  # several samples share a row: attention must stop between them
+        check_lengths(model, loader.longest, shared_rows=loader.max_samples != 1)
     return loader
 
 

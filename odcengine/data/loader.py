@@ -241,6 +241,11 @@ class MinibatchLoader:
         """The minibatch handed out last."""
         return self._current
 
+    @property
+    def longest(self) -> int:
+        """Largest length of the samples that are used, after truncation."""
+        return int(self.lengths[self._usable].max())
+
     def __len__(self) -> int:
         """Minibatches of a whole epoch."""
         full, rest = divmod(len(self._usable), self.train_batch_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from odcengine.models.flops import model_flops
 from odcengine.models.head import prepare_loss
+from odcengine.models.limits import check_lengths
 from odcengine.models.load import check_tokenizer, enable_checkpointing, load_model, vocabulary_size
 from odcengine.models.packed import (
     PACKED_ATTENTION,
@@ -17,6 +18,7 @@ from odcengine.models.packed import (
 __all__ = [
     "PACKED_ATTENTION",
     "check_isolation",
+    "check_lengths",
     "check_tokenizer",
     "enable_checkpointing",
     "is_transformers_model",
