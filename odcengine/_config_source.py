@@ -210,7 +210,10 @@ class _Reader:
         self.result.lines.setdefault(path, line)
 
     def clean(self, value: Any, path: Path, line: int) -> Any:
-        """Returns ``value``; of text with lone surrogates, which no file can hold, an escaped form."""
+        """Returns ``value``; of text that no file can hold, an escaped form."""
+        if isinstance(value, str) and "\0" in value:
+            self.result.problems.append(Problem(path, "holds a NUL character", line))
+            return ascii(value)
         if isinstance(value, str) and not value.isascii():
             try:
                 value.encode()

@@ -7,6 +7,7 @@ Both are pure functions that every rank evaluates for itself; the loader communi
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -213,6 +214,8 @@ class MinibatchLoader:
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
         self.packs = collate_fn is None and _is_token_sample(dataset[0])
         self.lengths, self.num_targets = _measure(dataset, length_fn, self.packs)
+        # Before any truncation: another limit of the length does not change the order.
+        self._contents = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
         self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
         self._truncated: frozenset[int] = frozenset()
         self._usable = np.arange(len(self.lengths))
@@ -335,15 +338,20 @@ class MinibatchLoader:
             for name, value in self._identity().items()
             if state.get(name) != value
         ]
+        epoch, index = state.get("epoch"), state.get("index")
+        if not (isinstance(epoch, int) and epoch >= 0):
+            wrong.append(f"epoch is {epoch!r}")
+        if not (isinstance(index, int) and 0 <= index < len(self)):
+            wrong.append(f"index is {index!r}, but an epoch has {len(self)} minibatches")
         if wrong:
             raise UsageError(f"the saved data position does not fit this loader: {'; '.join(wrong)}")
-        self.epoch = int(state["epoch"])
-        self.index = int(state["index"])
+        self.epoch, self.index = int(state["epoch"]), int(state["index"])
 
     def _identity(self) -> dict[str, Any]:
         """What has to be equal for a position to mean the same samples."""
         return {
             "num_samples": len(self._usable),
+            "lengths_sha256": self._contents,
             "train_batch_size": self.train_batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,

@@ -366,3 +366,17 @@ def test_mapping_with_odd_content() -> None:
         "data.shuffle: is an object of type bytes; expected plain data",
         "steps_per_print: got a very large number; expected a whole number >= 0 or null, at most 2147483647",
     ]
+
+
+def test_nul_in_text(tmp_path: Path) -> None:
+    """No path and no name can hold it; the system's message would not name the key."""
+    path = tmp_path / "c.yaml"
+    for text in (
+        'train_batch_size: 4\ndata: {path: "a\\0b"}',
+        '{"train_batch_size": 4,\n"data": {"path": "a\\u0000b"}}',
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"c\.yaml:2: data\.path: holds a NUL character"):
+            load_config(path)
+    with pytest.raises(ConfigError, match=r"data\.path: holds a NUL character"):
+        load_config({"train_batch_size": 4, "data": {"path": "a\0b"}})

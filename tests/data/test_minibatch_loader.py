@@ -169,6 +169,25 @@ def test_foreign_state_is_refused_with_every_difference() -> None:
         make_loader(train_batch_size=5, seed=1).load_state_dict(state)
     with pytest.raises(UsageError, match="num_samples was None, is 10"):
         make_loader().load_state_dict({})
+    for wrong in ({"index": 3}, {"index": -1}, {"index": None}):
+        with pytest.raises(UsageError, match=r"index is .*, but an epoch has 3 minibatches"):
+            make_loader().load_state_dict({**state, **wrong})
+    with pytest.raises(UsageError, match="epoch is -1"):
+        make_loader().load_state_dict({**state, "epoch": -1})
+
+
+def test_state_of_another_data_set_of_the_same_size_is_refused() -> None:
+    def loader(*lengths: int, max_length: int) -> MinibatchLoader:
+        data = TokenDataset.from_samples([{"input_ids": [1] * length} for length in lengths])
+        return MinibatchLoader(
+            data, train_batch_size=1, rank=0, world_size=1, strategy="lb_mini", max_tokens=None,
+            max_length=max_length, too_long="truncate",
+        )  # fmt: skip
+
+    state = loader(5, 6, 7, max_length=6).state_dict()
+    loader(5, 6, 7, max_length=4).load_state_dict(state)  # the order is the same
+    with pytest.raises(UsageError, match=r"lengths_sha256 was '[0-9a-f]{16}', is '"):
+        loader(6, 5, 7, max_length=6).load_state_dict(state)
 
 
 def test_drop_last() -> None:
