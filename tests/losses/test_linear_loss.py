@@ -11,7 +11,7 @@ from torch import nn
 
 from odcengine.data import IGNORE_INDEX
 from odcengine.errors import UsageError
-from odcengine.losses import linear_cross_entropy_sum, token_cross_entropy_sum
+from odcengine.losses import linear_cross_entropy_sum, softmax, token_cross_entropy_sum
 
 
 def make_case(
@@ -64,6 +64,22 @@ def test_equals_torch(
         expected = wide[name].grad
         assert expected is not None
         assert worst(inputs[name].grad, expected) <= gradient_error, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_of_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Logits are widened in pieces, the last of them shorter; the values do not tell."""
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    targets = torch.tensor([0, 49, 7, 7, 3, 2, 1])
+    wide = logits.float().clone().requires_grad_()
+    right = nn.functional.cross_entropy(wide, targets, reduction="sum")
+    (expected,) = torch.autograd.grad(right, wide)
+    monkeypatch.setattr(softmax, "_WIDE_ELEMENTS", {"cpu": 3 * 50})
+    with LargestTensor(logits) as largest:
+        loss = softmax.softmax_loss_(logits, targets, True)
+    assert largest.num_elements == (3 * 50 if dtype == torch.bfloat16 else 3)  # in place, or a copy
+    torch.testing.assert_close(loss, right.detach(), rtol=1e-6, atol=0)
+    assert worst(logits, expected.double()) <= (1e-6 if dtype == torch.float32 else 2**-8)
 
 
 def test_bfloat16_weights_are_summed_wide() -> None:
