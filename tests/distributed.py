@@ -57,6 +57,7 @@ def _child(
     folder: str,
     timeout_s: float,
     env: dict[str, str],
+    gpus: bool,
     args: tuple[Any, ...],
 ) -> None:
     import torch
@@ -70,6 +71,8 @@ def _child(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests of CPU ranks are that on any machine
     os.environ.update(env)
     with open(Path(folder) / f"stack{rank}", "w") as stack:
         faulthandler.dump_traceback_later(max(timeout_s - 2.0, 0.5), file=stack)
@@ -105,19 +108,22 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     env: dict[str, str] | None = None,
+    gpus: bool = False,
     during: Callable[[list[int]], None] | None = None,
 ) -> list[RankResult]:
     """Run ``function(rank, world_size, *args)`` on ``world_size`` processes and wait for all of them.
 
-    ``during`` is called once with the process ids while they run (to kill or stop one). Ranks that have not
-    ended at the deadline are killed and reported with their Python stacks. Never raises for a rank's failure.
+    Ranks see no GPU unless ``gpus``. ``during`` is called once with the process ids while they run (to kill
+    or stop one). Ranks that have not ended at the deadline are killed and reported with their Python stacks.
+    Never raises for a rank's failure.
     """
     _warm_up()
     port, start = free_port(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             _CONTEXT.Process(
-                target=_child, args=(function, rank, world_size, port, folder, timeout_s, env or {}, args)
+                target=_child,
+                args=(function, rank, world_size, port, folder, timeout_s, env or {}, gpus, args),
             )
             for rank in range(world_size)
         ]

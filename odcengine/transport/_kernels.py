@@ -31,13 +31,15 @@ def scatter_add_kernel(
     the additions of a launch are spread over all owners.
     """
     blocks = tl.cdiv(count, BLOCK)
-    for index in range(tl.program_id(0), blocks * rows, tl.num_programs(0)):
+    index = tl.program_id(0)
+    while index < blocks * rows:
         row = (index + first) % rows
         offsets = (index // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = offsets < count
         values = tl.load(source + row.to(tl.int64) * row_stride + offsets, mask=inside).to(element)
         target = tl.load(addresses + row).to(tl.pointer_type(element))
         tl.atomic_add(target + offset + offsets, values, mask=inside, sem="relaxed", scope="sys")
+        index += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=["value", "count"])

@@ -127,8 +127,10 @@ def micro_batches(case: str, step: int, world_size: int, equal: bool = False) ->
     return shares
 
 
-def loss_of(model: Callable[..., torch.Tensor], micro_batch: tuple) -> tuple[torch.Tensor, int]:
+def loss_of(model: nn.Module | OdcEngine, micro_batch: tuple) -> tuple[torch.Tensor, int]:
     tokens, targets, branch = micro_batch
+    device = next(iter(model.parameters())).device
+    tokens, targets = tokens.to(device), targets.to(device)
     logits = model(tokens, branch)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     loss = F.cross_entropy(logits[0].to(wide), targets[0], ignore_index=-100, reduction="sum")
@@ -137,7 +139,7 @@ def loss_of(model: Callable[..., torch.Tensor], micro_batch: tuple) -> tuple[tor
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
-    return tensor.detach().to_local().clone()
+    return tensor.detach().to_local().clone().cpu()
 
 
 def assemble(shards: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -152,7 +154,7 @@ def config_for(case: Case, **odc: Any) -> dict[str, Any]:
         "train_batch_size": "auto",
         "gradient_clipping": 0.5,
         "optimizer": {"type": case.optimizer, "params": {"lr": 1e-2}},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 30, "wrap": ["Block"], **odc},
+        "odc": {"timeout_s": 30, "startup_timeout_s": 60, "wrap": ["Block"], **odc},
     }
     for key, value in case.config.items():
         merge = isinstance(base.get(key), dict) and isinstance(value, dict)
@@ -207,9 +209,10 @@ def evaluate(engine: OdcEngine, step: int) -> tuple[int, torch.Tensor]:
     """A forward between minibatches, on some ranks only."""
     engine.eval()
     with torch.no_grad():
-        logits = engine(torch.arange(VOCAB)[None], 0)
+        device = next(engine.parameters()).device
+        logits = engine(torch.arange(VOCAB, device=device)[None], 0)
     engine.train()
-    return step, logits.clone()
+    return step, logits.clone().cpu()
 
 
 def reference(case: Case, world_size: int, *, equal: bool = False, steps: int = STEPS) -> dict[str, Any]:

@@ -86,7 +86,16 @@ def launch(
 ) -> list[RankResult]:
     """Run ``function(rank, world_size, backend, token, *args)`` on all ranks of the backend."""
     token = f"{backend.name}-{secrets.token_hex(8)}"
-    return run_ranks(function, backend.world_size, backend, token, *args, timeout_s=timeout_s, during=during)
+    return run_ranks(
+        function,
+        backend.world_size,
+        backend,
+        token,
+        *args,
+        timeout_s=timeout_s,
+        during=during,
+        gpus=backend.device != "cpu",
+    )
 
 
 def pattern(

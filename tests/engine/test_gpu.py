@@ -1,0 +1,152 @@
+"""The engine on GPUs: the same minibatches as on CPU ranks, against the same reference in one process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from distributed import RankResult, run_ranks, values
+
+import odcengine
+from engine.test_exactness import BY_NAME, CASES, _norm_tolerance, _reference
+from engine.toy import STEPS, compare, config_for, loss_of, make_model, micro_batches, train
+
+pytestmark = pytest.mark.multi_gpu
+
+NUM_GPUS = torch.cuda.device_count()
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2": (2, {}),
+    "2x1": (2, {"sharding": "hybrid", "node_size": 1}),
+    "collective": (2, {"transport": "collective"}),
+    "lockstep": (2, {"lockstep": True}),
+    "4": (4, {}),
+    "2x2": (4, {"sharding": "hybrid", "node_size": 2}),
+    "8": (8, {}),
+}
+EQUAL_COUNTS = ("collective", "lockstep")  # these need the same number of micro-batches on every rank
+STUCK_WITH_COLLECTIVES = ("conditional_wrapped",)  # ranks run different experts
+
+
+def _run_all(
+    rank: int, world_size: int, names: list[str], equal: bool, odc: dict[str, Any]
+) -> dict[str, Any]:
+    return {name: train(rank, world_size, BY_NAME[name], equal=equal, **odc) for name in names}
+
+
+@functools.cache
+def _layout(layout: str) -> list[RankResult]:
+    world_size, odc = LAYOUTS[layout]
+    names = [case.name for case in CASES if layout not in EQUAL_COUNTS or _fits(case.name)]
+    return run_ranks(_run_all, world_size, names, layout in EQUAL_COUNTS, odc, timeout_s=200, gpus=True)
+
+
+def _fits(name: str) -> bool:
+    return name not in STUCK_WITH_COLLECTIVES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_equals_one_process(name: str, layout: str) -> None:
+    world_size = LAYOUTS[layout][0]
+    if world_size > NUM_GPUS:
+        pytest.skip(f"needs {world_size} GPUs, found {NUM_GPUS}")
+    equal = layout in EQUAL_COUNTS
+    if equal and not _fits(name):
+        pytest.skip("ranks run different modules, which collectives cannot")
+    from engine.toy import reference
+
+    case = BY_NAME[name]
+    right = reference(case, world_size, equal=True) if equal else _reference(name, world_size)
+    errors = compare(case, [result[name] for result in values(_layout(layout))], right)
+    # A GPU's bf16 kernels round their partial sums elsewhere than the reference's.
+    noise = 2e-2 if case.exact_steps < STEPS else 0.0
+    assert errors["gradient"] <= max(case.grad_tolerance, noise)
+    assert errors["weights"] <= max(case.weight_tolerance, noise)
+    assert errors["loss"] <= max(case.grad_tolerance, noise)
+    assert errors["evaluation"] <= 1e-10
+    norms = [norm for norm in values(_layout(layout))[0][name]["norms"] if norm == norm]
+    assert norms == pytest.approx(right["norms"], rel=_norm_tolerance(case))
+
+
+def _killed(rank: int, world_size: int, how: str) -> str:
+    case = BY_NAME["untied"]
+    engine, _, _, _ = odcengine.initialize(model=make_model(case), config=config_for(case, timeout_s=5))
+    for step in range(4):
+        for micro_batch in micro_batches(case.name, 1, world_size, equal=True)[rank]:
+            loss, count = loss_of(engine, micro_batch)
+            if rank == 1 and step == 2:
+                if how == "raise":
+                    raise ValueError("out of luck")
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.backward(loss, count=count)
+        engine.step()
+    return "done"
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_survivor_names_the_lost_rank(how: str) -> None:
+    survivor = run_ranks(_killed, 2, how, timeout_s=90, gpus=True)[0]
+    assert not survivor.hung, survivor.stack
+    assert survivor.error_type == "PeerError", survivor
+    assert survivor.error is not None
+    assert "rank 1" in survivor.error, survivor.error
+    assert ("out of luck" if how == "raise" else "died") in survivor.error, survivor.error
+
+
+def _changed_behind_its_back(rank: int, world_size: int) -> None:
+    case = BY_NAME["untied"]
+    engine, _, _, _ = odcengine.initialize(model=make_model(case), config=config_for(case))
+    with torch.no_grad():
+        next(iter(engine.parameters())).data.to_local().add_(1.0)
+    for micro_batch in micro_batches(case.name, 1, world_size, equal=True)[rank]:
+        loss, count = loss_of(engine, micro_batch)
+        engine.backward(loss, count=count)
+    engine.step()
+
+
+def test_writes_that_versions_do_not_show_are_found_at_the_boundary() -> None:
+    for result in run_ranks(_changed_behind_its_back, 2, timeout_s=60, gpus=True):
+        assert result.error is not None
+        assert "was changed after it was published" in result.error, result.error
+
+
+def _syncs(rank: int, world_size: int) -> list[str]:
+    case = BY_NAME["untied"]
+    engine, _, _, _ = odcengine.initialize(model=make_model(case), config=config_for(case))
+    device = torch.device("cuda", rank)
+    batches = [
+        tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in micro_batch)
+        for micro_batch in micro_batches(case.name, 1, world_size, equal=True)[rank]
+    ]
+    found: list[str] = []
+    for step in range(2):
+        torch.cuda.synchronize()
+        if step:
+            torch.cuda.set_sync_debug_mode("error")  # a host synchronisation raises
+        for tokens, targets, branch in batches:
+            logits = engine(tokens, branch)
+            loss = torch.nn.functional.cross_entropy(logits[0], targets[0], reduction="sum")
+            engine.backward(loss, count=targets.numel())
+        torch.cuda.set_sync_debug_mode("default")
+        engine.step()
+    engine.close()
+    return found
+
+
+def test_no_host_synchronisation_inside_a_minibatch() -> None:
+    values(run_ranks(_syncs, 2, timeout_s=60, gpus=True))
+
+
+def _same_gpu(rank: int, world_size: int) -> None:
+    case = BY_NAME["untied"]
+    odcengine.initialize(model=make_model(case), config=config_for(case))
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    for result in run_ranks(_same_gpu, 2, timeout_s=60, gpus=True, env={"CUDA_VISIBLE_DEVICES": "0"}):
+        assert result.error is not None
+        assert "are on the same GPU" in result.error, result.error

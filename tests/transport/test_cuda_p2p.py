@@ -1,0 +1,147 @@
+"""GPUs that address each other's memory: the conformance suite on as many ranks as there are GPUs.
+
+Ranks of two nodes are emulated by two groups of GPUs; with two GPUs by two ranks on each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import values
+from transport import conformance
+from transport.conformance import LIMIT_S, Backend, Report, launch, plan_of, report_of, survivors
+
+from odcengine.control import ControlBlock, Meeting
+from odcengine.transport.base import Grid, Transport
+
+pytestmark = pytest.mark.multi_gpu
+
+NUM_GPUS = torch.cuda.device_count()
+ONE_NODE = (tuple(range(max(2, min(NUM_GPUS, 8)))),)
+TWO_NODES = ((0, 3), (1, 2))  # ranks of a node need not be consecutive
+THREE_RANKS = ((0, 1, 2),)
+SKIPPED = {conformance.nothing_is_left_after_close}  # about files and shared memory, which this does not use
+
+
+@dataclass(frozen=True)
+class CudaP2P(Backend):
+    """Builds :class:`CudaP2PTransport`; ranks share GPUs where there are too few."""
+
+    device: str = "cuda"
+    accumulators: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16)
+
+    def transport(self, control: ControlBlock) -> Transport:
+        from odcengine.transport.cuda_p2p import CudaP2PTransport
+
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        torch.cuda.set_device(control.topology.rank % NUM_GPUS)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+        group = None
+        for ranks in self.nodes:
+            made = dist.new_group(sorted(ranks), backend="gloo")
+            group = made if control.topology.rank in ranks else group
+        device = torch.device("cuda", torch.cuda.current_device())
+        return CudaP2PTransport(control, Grid.of(control.topology), device, group)
+
+
+@pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES], ids=["one_node", "two_nodes"])
+@pytest.mark.parametrize("case", conformance.SUCCESS, ids=lambda case: case.__name__)
+def test_works(case: Callable[[Backend], None], nodes: Any) -> None:
+    if case in SKIPPED:
+        pytest.skip("about files, which this transport does not use")
+    case(CudaP2P(nodes))
+
+
+@pytest.mark.parametrize("case", conformance.FAILURES, ids=lambda case: case.__name__)
+def test_fails_well(case: Callable[[Backend], None]) -> None:
+    case(CudaP2P(THREE_RANKS))
+
+
+# -- what only GPUs have -----------------------------------------------------------------------------------
+
+
+def _busy_peer(rank: int, world: int, backend: Backend, token: str) -> float:
+    control, transport = backend.make(rank, token)
+    params, grads = transport.allocate(plan_of(transport, (1 << 20, torch.uint8), (1 << 18, torch.float32)))
+    rows = torch.ones(world, 1 << 18, device="cuda")
+    start = time.monotonic()
+    for step in range(3):
+        params.local.fill_(step)
+        grads.local.zero_()
+        transport.signal_published(step)
+        if rank == 0:
+            torch.cuda._sleep(int(2e8))  # about 0.1 s of the GPU; the host goes on
+        out = torch.zeros(world, 1 << 20, dtype=torch.uint8, device="cuda")
+        transport.gather(params, out, step)
+        transport.scatter_add(grads, rows)
+        transport.barrier(Meeting.END_OF_STEP, step)
+        enqueued = time.monotonic() - start
+        assert int(out.sum()) == step * (world - 1) * (1 << 20)
+        assert torch.equal(grads.local[0], torch.full_like(grads.local[0], float(world)))
+        transport.barrier(Meeting.PUBLISH, step)
+    conformance.finish(control, transport)
+    return enqueued
+
+
+def test_flags_and_barrier_act_in_the_order_of_the_streams() -> None:
+    """The host never waits for a device, so only the devices' order can make this right."""
+    values(launch(CudaP2P(ONE_NODE), _busy_peer))
+
+
+def _given_up(rank: int, world: int, backend: Backend, token: str, how: str) -> Report:
+    _, transport = backend.make(rank, token)
+    transport.allocate(plan_of(transport, (64, torch.float32)))
+
+    def work() -> None:
+        transport._wait_for(0, 0, 1, 10**6)  # type: ignore[attr-defined]  # nobody will ever store that
+        if how == "abort":
+            transport.abort()  # type: ignore[attr-defined]
+        torch.cuda.synchronize()
+        transport.scatter_add(transport._windows[0], torch.ones(world, 64, device="cuda"))  # type: ignore[attr-defined]
+
+    report = report_of(work)
+    transport.close(None)
+    return report
+
+
+@pytest.mark.parametrize(("how", "error"), [("abort", "PeerError"), ("clock", "DeadlineError")])
+def test_no_wait_of_a_device_lasts_for_ever(how: str, error: str) -> None:
+    for report in values(launch(CudaP2P(ONE_NODE, timeout_s=LIMIT_S), _given_up, how)):
+        assert report.error_type == error, report
+        assert "a wait on cuda:" in report.message, report
+        assert report.seconds < LIMIT_S + 2.0, report
+
+
+def _killed(rank: int, world: int, backend: Backend, token: str) -> Report:
+    control, transport = backend.make(rank, token)
+    (window,) = transport.allocate(plan_of(transport, (1 << 16, torch.float32)))
+    transport.signal_published(0)
+    rows = torch.ones(world, 1 << 16, device="cuda")
+    if rank == conformance.CULPRIT:
+        transport.scatter_add(window, rows)
+        os.kill(os.getpid(), 9)
+
+    def work() -> None:
+        for _ in range(100):
+            transport.scatter_add(window, rows)
+        transport.barrier(Meeting.END_OF_STEP, 0)
+
+    report = report_of(work, control=control)
+    torch.cuda.synchronize()  # nothing on the device waits for the dead rank
+    return report
+
+
+def test_killed_in_the_middle_of_a_minibatch() -> None:
+    for report in survivors(launch(CudaP2P(ONE_NODE), _killed)):
+        assert report.error_type == "PeerError", report
+        assert report.culprit == conformance.CULPRIT, report
+        assert report.seconds < 5.0, report
