@@ -1,0 +1,246 @@
+"""Ways to run a minibatch, each with a model and an optimizer of its own."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import odcengine
+from odc_tools.bench.ranks import Ranks
+from odc_tools.bench.schedule import MethodName
+from odcengine.config import Odc
+from odcengine.data.batch import MicroBatch
+from odcengine.errors import OdcError
+from odcengine.losses import causal_lm_loss_sum
+from odcengine.metrics import StepMetrics
+from odcengine.transport.base import Traffic, Window
+
+_LR, _CLIP = 1e-5, 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a minibatch gave, equal on all ranks.
+
+    Attributes:
+        loss: mean over its targets; None if it is not finite.
+        grad_norm: before clipping; None if it is not finite.
+        busy_s: for each rank its seconds of work up to barrier A; None where ranks meet in every layer and
+            work cannot be told from waiting.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    busy_s: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, loss: float, grad_norm: float, busy_s: tuple[float, ...] | None) -> Outcome:
+        """With None for what is not finite, as JSON has no such numbers."""
+        return cls(
+            loss if math.isfinite(loss) else None, grad_norm if math.isfinite(grad_norm) else None, busy_s
+        )
+
+
+class Method(abc.ABC):
+    """A sharded model with an optimizer.
+
+    Attributes:
+        name: of the method.
+    """
+
+    name: MethodName
+
+    @abc.abstractmethod
+    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
+        """A whole optimizer step; may return before the device is done.
+
+        Args:
+            micro_batches: of this rank, on its device.
+            num_targets: tokens to learn of all ranks together.
+        """
+
+    @abc.abstractmethod
+    def outcome(self) -> Outcome:
+        """What the last :meth:`run` gave. Collective."""
+
+    def after_first(self) -> None:  # noqa: B027
+        """Called once, when the first minibatch has been run."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what is shared with other ranks. Collective."""
+
+
+def why_not(name: MethodName, others: Sequence[MethodName], ranks: Ranks) -> str | None:
+    """Why a method cannot run here; None if it can."""
+    if name.kind != "fsdp2-symm":
+        return None
+    if not ranks.on_gpu:
+        return "symmetric memory needs GPUs"
+    if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        return f"torch {torch.__version__} has no set_symm_mem_for_comm"
+    if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
+        return f"torch {torch.__version__} is built with an NCCL without the zero-CTA policy"
+    if any(other.kind in ("odc", "limit") for other in others):
+        return (
+            "torch has one back end of symmetric memory a process, and odcengine's transport uses another "
+            "than FSDP2; compare it with fsdp2 in a run of its own"
+        )
+    return None
+
+
+def make_method(
+    name: MethodName, model: nn.Module, ranks: Ranks, *, transport: str, timeout_s: float
+) -> Method:
+    """Shard a model. Collective.
+
+    Args:
+        name: the method.
+        model: on the CPU, equal on all ranks; is taken over.
+        ranks: this rank.
+        transport: odc.transport of the methods on demand.
+        timeout_s: odc.timeout_s of them.
+    """
+    if name.collective:
+        return Fsdp2(name, model, ranks)
+    kind = Limit if name.kind == "limit" else OnDemand
+    return kind(name, model, ranks, transport=transport, timeout_s=timeout_s)
+
+
+def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=_LR, fused=True)
+
+
+class Fsdp2(Method):
+    """Plain torch: ``fully_shard`` of every block, and its own collectives.
+
+    Of odcengine there are only the attention and the loss of packed rows, as in all methods.
+    """
+
+    def __init__(self, name: MethodName, model: nn.Module, ranks: Ranks) -> None:
+        self.name = name
+        self._ranks = ranks
+        self._model = model
+        symmetric = name.kind == "fsdp2-symm"
+        mesh = _zero_cta_mesh() if symmetric else init_device_mesh(ranks.device.type, (ranks.world_size,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        classes: Any = model._no_split_modules
+        for module in list(model.modules()):
+            if type(module).__name__ in classes:
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        if symmetric:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_symm_mem_for_comm()
+        self._parameters = list(model.parameters())
+        self._optimizer = _optimizer(self._parameters)
+        self._loss = torch.zeros((), device=ranks.device)
+        self._norm: torch.Tensor = self._loss
+
+    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
+        total = torch.zeros((), device=self._ranks.device)
+        # FSDP2 takes the mean over ranks.
+        scale = self._ranks.world_size / num_targets
+        for micro_batch in micro_batches:
+            loss_sum = causal_lm_loss_sum(self._model, micro_batch)
+            (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+            total += loss_sum.detach()
+        self._norm = nn.utils.clip_grad_norm_(self._parameters, _CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._loss = total / num_targets
+
+    def outcome(self) -> Outcome:
+        norm = self._norm.full_tensor() if isinstance(self._norm, DTensor) else self._norm
+        (loss,) = self._ranks.total([float(self._loss)])
+        return Outcome.of(loss, float(norm), None)
+
+
+def _zero_cta_mesh() -> DeviceMesh:
+    """All ranks, on a communicator that leaves copying to the copy engines."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+    group = dist.new_group(backend="nccl", pg_options=options)
+    return DeviceMesh.from_group(group, "cuda")
+
+
+class OnDemand(Method):
+    """odcengine with a one-sided transport."""
+
+    def __init__(
+        self, name: MethodName, model: nn.Module, ranks: Ranks, *, transport: str, timeout_s: float
+    ) -> None:
+        self.name = name
+        self._ranks = ranks
+        odc: dict[str, Any] = {"transport": transport, "timeout_s": timeout_s, "startup_timeout_s": timeout_s}
+        if "device" in Odc.model_fields:
+            odc["device"] = ranks.device.type
+        config = {
+            "train_batch_size": ranks.world_size,  # without effect: the script brings its batches
+            "bf16": {"enabled": True},
+            "gradient_clipping": _CLIP,
+            "steps_per_print": 0,
+            "odc": odc,
+        }
+        self.engine, *_ = odcengine.initialize(config=config, model=model, optimizer=_optimizer)
+        self._metrics: StepMetrics | None = None
+
+    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
+        for micro_batch in micro_batches:
+            self.engine.backward(self.engine(micro_batch))
+        self._metrics = self.engine.step()
+
+    def outcome(self) -> Outcome:
+        assert self._metrics is not None  # run() has been called
+        return Outcome.of(self._metrics.loss, self._metrics.grad_norm, self._metrics.busy_s)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class Limit(OnDemand):
+    """The same engine with every pull and push left out: what no communication could be faster than.
+
+    The first minibatch is a real one. After it a GPU's buffers, which are not filled any more, hold earlier
+    parameters, since FSDP2 takes them from a stream of their own; that matters, as the speed of a GPU depends
+    on the numbers. On a CPU they could hold anything, so they are zeroed. Gradients are zero, and the optimizer
+    steps.
+    """
+
+    def after_first(self) -> None:
+        transport = self.engine.transport
+        if transport is None:
+            raise OdcError("limit: the engine has no transport whose operations could be left out")
+        transport.gather = _left_out if self._ranks.on_gpu else _zeroed  # type: ignore[method-assign]
+        transport.scatter_add = _left_out  # type: ignore[method-assign]
+        transport.traffic = Traffic()
+
+    def outcome(self) -> Outcome:
+        transport = self.engine.transport
+        if transport is not None and "gather" in vars(transport):
+            moved = transport.traffic
+            if moved.num_pulls or moved.num_pushes:
+                raise OdcError(
+                    f"limit: {moved.num_pulls} pulls and {moved.num_pushes} pushes were done by other calls "
+                    "than Transport.gather and scatter_add; the limit measures nothing"
+                )
+        return super().outcome()
+
+
+def _left_out(*args: Any, **kwargs: Any) -> float:
+    return 0.0
+
+
+def _zeroed(window: Window, out: torch.Tensor, epoch: int) -> float:
+    out.zero_()
+    return 0.0

@@ -1,0 +1,178 @@
+"""Which minibatches a training benchmark runs, with which methods and plans; knows nothing of torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from odc_tools.bench.workloads import WORKLOADS, Workload
+from odcengine.balance import CostModel, Plan, make_plan
+from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES
+from odcengine.errors import ConfigError
+
+COLLECTIVE_KINDS = ("fsdp2", "fsdp2-symm")
+KINDS = {
+    "fsdp2": "torch's fully_shard with its own collectives",
+    "fsdp2-symm": "the same, with NCCL's symmetric memory and copy-engine all-gathers",
+    "odc": "odcengine, on demand",
+    "limit": "odcengine with every pull and push left out: right compute, wrong numbers",
+}
+"""Kind of a method -> what it is."""
+
+_SEQUENCES = 4
+
+
+@dataclass(frozen=True)
+class MethodName:
+    """A way to run a minibatch.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        strategy: one of the planner's strategies.
+    """
+
+    kind: str
+    strategy: str
+
+    @classmethod
+    def parse(cls, text: str) -> MethodName:
+        """The name written ``kind/strategy``.
+
+        Raises:
+            ConfigError: there is no such method.
+        """
+        kind, _, strategy = text.partition("/")
+        if kind not in KINDS or strategy not in STRATEGIES:
+            raise ConfigError(
+                f"--methods {text}: expected KIND/PLAN with KIND of {', '.join(KINDS)} and PLAN of "
+                f"{', '.join(STRATEGIES)}"
+            )
+        if kind in COLLECTIVE_KINDS and strategy not in EQUAL_COUNT_STRATEGIES:
+            raise ConfigError(
+                f"--methods {text}: collectives need equal numbers of micro-batches on all ranks; give "
+                f"{kind} one of the plans {', '.join(EQUAL_COUNT_STRATEGIES)}"
+            )
+        return cls(kind, strategy)
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.strategy}"
+
+    @property
+    def collective(self) -> bool:
+        """Whether ranks meet in every micro-batch."""
+        return self.kind in COLLECTIVE_KINDS
+
+    @property
+    def right(self) -> bool:
+        """Whether its numbers are right."""
+        return self.kind != "limit"
+
+    def predicted_cost(self, plan: Plan) -> float:
+        """Duration of a plan with this method's communication, in the planner's unit."""
+        return plan.lockstep_cost if self.collective else plan.on_demand_cost
+
+
+def methods_of(options: argparse.Namespace) -> list[MethodName]:
+    """The methods of a command line, the first one the others are compared with.
+
+    Raises:
+        ConfigError: a name is wrong or comes twice.
+    """
+    names = options.methods
+    if names is None:
+        names = ["fsdp2/lb_micro", "odc/lb_micro", "limit/lb_micro"]
+        if not WORKLOADS[options.workload].balanced:
+            names += ["odc/lb_mini", "limit/lb_mini"]
+        if options.memory:
+            names = [name for name in names if not name.startswith("limit")]
+    methods = [MethodName.parse(name) for name in names]
+    if len(set(methods)) < len(methods):
+        raise ConfigError(f"--methods {' '.join(names)}: a method comes twice; name each once")
+    return methods
+
+
+def check_training(options: argparse.Namespace) -> list[str]:
+    """Problems with the options of ``odc bench training``, one line each."""
+    problems: list[str] = []
+    try:
+        methods_of(options)
+    except ConfigError as error:
+        problems += error.problems
+    workload = WORKLOADS[options.workload]
+    fixed = workload.sequences
+    if fixed is not None and options.sequences not in (None, fixed):
+        problems.append(
+            f"--sequences {options.sequences}: {workload.name} has {fixed} a rank; leave --sequences out"
+        )
+    longest = workload.token_limit(options.length_scale)
+    if options.max_tokens is not None and options.max_tokens < longest:
+        problems.append(
+            f"--max-tokens {options.max_tokens}: {workload.name} has sequences of up to {longest} tokens, "
+            "which must fit into a micro-batch"
+        )
+    if options.memory and options.profile:
+        problems.append(
+            "--profile: not with --memory, whose methods are gone at the end; run them separately"
+        )
+    return problems
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Lengths of one optimizer step.
+
+    Attributes:
+        seed: of the benchmark.
+        index: number of the minibatch under its seed.
+        lengths: tokens of its sequences, over all ranks.
+        plans: strategy -> plan.
+    """
+
+    seed: int
+    index: int
+    lengths: tuple[int, ...]
+    plans: dict[str, Plan]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(self.lengths)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are learned: all but the first of each sequence."""
+        return self.num_tokens - len(self.lengths)
+
+
+def make_minibatches(
+    options: argparse.Namespace, methods: Sequence[MethodName], world_size: int, cost: CostModel
+) -> list[Minibatch]:
+    """All minibatches of a command line, planned.
+
+    Args:
+        options: of ``odc bench training``.
+        methods: what will run them.
+        world_size: number of ranks.
+        cost: cost of a sequence.
+    """
+    workload: Workload = WORKLOADS[options.workload]
+    count = (workload.sequences or options.sequences or _SEQUENCES) * world_size
+    strategies = {method.strategy for method in methods}
+    minibatches = []
+    for seed in options.seeds:
+        for index in range(options.minibatches):
+            lengths = workload.lengths(seed, index, count, options.length_scale)
+            plans = {
+                strategy: make_plan(
+                    lengths,
+                    num_ranks=world_size,
+                    strategy=strategy,
+                    max_tokens=options.max_tokens or workload.token_limit(options.length_scale),
+                    max_samples=options.max_samples,
+                    cost=cost,
+                )
+                for strategy in sorted(strategies)
+            }
+            minibatches.append(Minibatch(seed, index, tuple(lengths), plans))
+    return minibatches

@@ -1,0 +1,275 @@
+"""``odc bench training``: minibatches on demand, against FSDP2 and against no communication at all.
+
+Every method has a copy of the model in this process and runs the same minibatches, with the same tokens, in
+the same order. One pass over all of them warms up allocators and kernels; then the methods take turns,
+minibatch by minibatch. A minibatch is timed from a common start of all ranks until the
+slowest one's device is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from odc_tools.bench import ranks as bench
+from odc_tools.bench import summary
+from odc_tools.bench.memory import PeakMemory
+from odc_tools.bench.methods import Method, Outcome, make_method, why_not
+from odc_tools.bench.profile import Profile
+from odc_tools.bench.ranks import Ranks
+from odc_tools.bench.schedule import MethodName, Minibatch, make_minibatches, methods_of
+from odc_tools.bench.workloads import build_model, draw_tokens, model_config
+from odcengine.balance import CostModel
+from odcengine.data.batch import MicroBatch, pack_samples
+from odcengine.errors import ConfigError
+
+_RESERVE_S = 10.0  # of the budget, for closing and writing
+
+
+def run(options: argparse.Namespace, ranks: Ranks) -> int:
+    """Measure, print a table and write the result.
+
+    Returns:
+        0 if the methods computed the same, else 1.
+    """
+    config = model_config(options.shape)
+    wanted = methods_of(options)
+    skipped = {str(name): reason for name in wanted if (reason := why_not(name, wanted, ranks))}
+    names = [name for name in wanted if str(name) not in skipped]
+    if not names:
+        raise ConfigError(*(f"--methods {name}: {reason}" for name, reason in skipped.items()))
+    cost = CostModel.from_config(config, recompute=not options.no_checkpointing)
+    minibatches = make_minibatches(options, names, ranks.world_size, cost)
+    record = bench.describe(options, ranks) | {
+        "complete": False,
+        "methods": [str(name) for name in names],
+        "skipped": skipped,
+        "minibatches": [summary.describe_minibatch(minibatch, names) for minibatch in minibatches],
+        "notes": [],
+        "steps": [],
+    }
+    run = _Run(options, ranks, config, names, minibatches, record)
+    if options.memory:
+        run.measure_memory()
+    else:
+        run.measure_speed()
+    record["complete"] = True
+    right = summary.add_summary(record, names)
+    bench.write(record, options.json, ranks)
+    if ranks.rank == 0:
+        print(summary.format_record(record), flush=True)
+    dist.destroy_process_group()
+    return 0 if right else 1
+
+
+class _Run:
+    """Methods, minibatches and the clock.
+
+    Args:
+        options: of the command line.
+        ranks: this rank.
+        config: of the model.
+        names: methods to run.
+        minibatches: to run.
+        record: gets the results.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        ranks: Ranks,
+        config: Any,
+        names: Sequence[MethodName],
+        minibatches: list[Minibatch],
+        record: dict[str, Any],
+    ) -> None:
+        self._options, self._ranks, self._config = options, ranks, config
+        self._names = list(names)
+        self._minibatches = minibatches
+        self._record = record
+
+    # -- speed -----------------------------------------------------------------------------------------
+
+    def measure_speed(self) -> None:
+        """Warm up, measure and, where asked for, profile."""
+        methods = self._make_all()
+        warm_s = self._warm_up(methods)
+        self._measure(methods, warm_s)
+        if self._options.profile:
+            self._profile(methods)
+        self._close(methods)
+
+    def _make_all(self) -> list[Method]:
+        model = self._build()
+        methods = []
+        for name in self._names:
+            self._ranks.say(f"sharding {name}")
+            last = name == self._names[-1]
+            methods.append(self._make(name, model if last else copy.deepcopy(model)))
+        return methods
+
+    def _build(self) -> nn.Module:
+        self._ranks.say(f"making {self._options.shape}")
+        model = build_model(
+            self._config,
+            seed=0,
+            device=str(self._ranks.device),
+            checkpointing=not self._options.no_checkpointing,
+        )
+        if self._ranks.on_gpu:
+            torch.cuda.empty_cache()  # the weights were there
+        return model
+
+    def _make(self, name: MethodName, model: nn.Module) -> Method:
+        options = self._options
+        return make_method(name, model, self._ranks, transport=options.transport, timeout_s=options.timeout_s)
+
+    def _warm_up(self, methods: list[Method]) -> list[float]:
+        """Run every minibatch once; returns the seconds of each with all methods.
+
+        Leaves out the last minibatches if warming up and measuring them would pass the budget.
+        """
+        seconds: list[float] = []
+        for number, minibatch in enumerate(self._minibatches):
+            if number >= 2:  # the first one compiles kernels and tells nothing
+                # As long again as the warm minibatches took for each token, twice: now and measured.
+                tokens = sum(m.num_tokens for m in self._minibatches[1:number])
+                each = sum(seconds[1:]) / tokens * minibatch.num_tokens
+                first = sum(seconds[1:]) / tokens * self._minibatches[0].num_tokens
+                if self._over_budget(2 * each + sum(seconds[1:]) + first):
+                    total, budget_s = len(self._minibatches), self._options.budget_s
+                    self._note(
+                        f"{total - number} of {total} minibatches were left out, to end within --budget-s "
+                        f"{budget_s:g}"
+                    )
+                    del self._minibatches[number:]
+                    break
+            start = time.perf_counter()
+            self._run_all(methods, minibatch, number, number, round_=-1)
+            self._ranks.say(f"warm-up {number + 1} of {len(self._minibatches)}")
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def _measure(self, methods: list[Method], warm_s: list[float]) -> None:
+        rounds = self._options.rounds
+        expected = list(warm_s)
+        for round_ in range(rounds):
+            for number, minibatch in enumerate(self._minibatches):
+                if (round_ or number) and self._over_budget(expected[number]):
+                    total = rounds * len(self._minibatches)
+                    done = round_ * len(self._minibatches) + number
+                    self._note(
+                        f"{done} of {total} measurements were made, to end within --budget-s "
+                        f"{self._options.budget_s:g}"
+                    )
+                    return
+                start = time.perf_counter()
+                self._run_all(methods, minibatch, number, round_ + number, round_)
+                expected[number] = time.perf_counter() - start
+                self._ranks.say(f"round {round_ + 1} of {rounds}, {number + 1} of {len(self._minibatches)}")
+            bench.write(self._record, self._options.json, self._ranks)
+
+    def _over_budget(self, seconds: float) -> bool:
+        """Whether so many seconds more would pass the budget; rank 0's clock decides for all."""
+        left = self._options.budget_s - _RESERVE_S - (time.perf_counter() - bench.STARTED)
+        return self._ranks.of_first(left - seconds) < 0
+
+    def _note(self, text: str) -> None:
+        self._record["notes"].append(text)
+        self._ranks.say(text)
+
+    def _run_all(
+        self, methods: list[Method], minibatch: Minibatch, number: int, shift: int, round_: int
+    ) -> None:
+        """Run a minibatch with all methods, starting with another one each time."""
+        first = shift % len(methods)
+        for method in methods[first:] + methods[:first]:
+            seconds, outcome = self._time(method, minibatch)
+            if round_ < 0 and number == 0:
+                method.after_first()
+            self._record["steps"].append(
+                {
+                    "round": round_,  # -1: warm-up
+                    "minibatch": number,
+                    "method": str(method.name),
+                    "wall_s": seconds,
+                    **dataclasses.asdict(outcome),
+                }
+            )
+
+    def _time(self, method: Method, minibatch: Minibatch) -> tuple[float, Outcome]:
+        micro_batches = self._pack(method.name, minibatch)
+        self._ranks.meet()
+        start = time.perf_counter()
+        method.run(micro_batches, minibatch.num_targets)
+        self._ranks.sync()
+        seconds = time.perf_counter() - start
+        (slowest,) = self._ranks.largest([seconds])
+        return slowest, method.outcome()
+
+    def _pack(self, name: MethodName, minibatch: Minibatch) -> list[MicroBatch]:
+        """This rank's micro-batches, on its device."""
+        vocab_size = self._config.vocab_size
+        tokens = draw_tokens(minibatch.seed, minibatch.index, minibatch.lengths, vocab_size)
+        groups = minibatch.plans[name.strategy].micro_batches[self._ranks.rank]
+        return [
+            pack_samples([{"input_ids": tokens[i]} for i in group], sample_ids=group).to(self._ranks.device)
+            for group in groups
+            if group or name.collective  # an empty micro-batch only keeps collectives in step
+        ]
+
+    def _close(self, methods: list[Method]) -> None:
+        for method in methods:
+            method.close()
+        methods.clear()
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def measure_memory(self) -> None:
+        """Run every minibatch with one method after the other, and take the peaks."""
+        self._record["memory"] = {}
+        for name in self._names:
+            model = self._build()
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            memory = PeakMemory(self._ranks)
+            method = self._make(name, model)
+            del model
+            memory.reset_peak()
+            for number, minibatch in enumerate(self._minibatches):
+                self._run_all([method], minibatch, number, 0, round_=-1)
+                self._ranks.say(f"{name}: {number + 1} of {len(self._minibatches)}")
+            self._record["memory"][str(name)] = memory.read() | {"parameters": parameters}
+            self._close([method])
+            del method
+            gc.collect()
+            memory.release()
+
+    # -- profile ---------------------------------------------------------------------------------------
+
+    def _profile(self, methods: list[Method]) -> None:
+        """Trace the first minibatch with each method."""
+        minibatch = self._minibatches[0]
+        layers = self._config.num_hidden_layers
+        self._record["profile"] = {}
+        for method in methods:
+            micro_batches = self._pack(method.name, minibatch)
+            self._ranks.say(f"profile of {method.name}")
+            profile = Profile(self._ranks, self._options.profile, str(method.name))
+            with profile:
+                self._ranks.meet()  # rank 0's profiler has started
+                profile.begin()
+                method.run(micro_batches, minibatch.num_targets)
+                profile.host_done()
+                self._ranks.sync()
+            figures = profile.figures(layers=layers, micro_batches=len(micro_batches))
+            method.outcome()
+            self._record["profile"][str(method.name)] = figures
