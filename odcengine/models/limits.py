@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from odcengine.errors import ConfigError
-from odcengine.models._probe import evaluating
-from odcengine.models.packed import _attention, _packed_mask, _transformers_modules, packed_attention
-
-_RECORDING = "odc_packed_recording"
+from odcengine.models.packed import _transformers_modules
 
 
-@torch.no_grad()
 def check_lengths(model: nn.Module, longest: int, *, shared_rows: bool = True) -> None:
     """Refuse samples that a model cannot read, or not without changing how it reads others of their row.
 
     Args:
-        model: causal language model of transformers, prepared by :func:`prepare_model`, with its weights, not
-            sharded.
+        model: causal language model of transformers.
         longest: tokens of the longest sample.
         shared_rows: whether several samples may share a row.
 
@@ -39,8 +33,6 @@ def check_lengths(model: nn.Module, longest: int, *, shared_rows: bool = True) -
 def _limits(model: nn.Module, shared_rows: bool) -> list[tuple[int, str]]:
     """Limits of tokens in a sample, each with its reason."""
     found = []
-    for window in _windows(model):
-        found.append((window, f"has a sliding window of {window}, and packed attention sees whole samples"))
     for part in _transformers_modules(model):
         config = part.config
         most = getattr(config, "max_position_embeddings", None)
@@ -67,22 +59,3 @@ def _rope_of(config: Any) -> dict[str, Any]:
     """The parameters of rotary positions; transformers 4 calls them rope_scaling."""
     rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     return dict(rope) if isinstance(rope, Mapping) else {}
-
-
-def _windows(model: nn.Module) -> set[int]:
-    """The sliding windows that its layers ask attention for, seen in a forward of one token."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    windows: set[int] = set()
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        if (window := kwargs.get("sliding_window")) is not None:
-            windows.add(window)
-        return packed_attention(*args, **kwargs)
-
-    AttentionInterface.register(_RECORDING, record)
-    AttentionMaskInterface.register(_RECORDING, _packed_mask)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    with evaluating(model), _attention(model, _RECORDING):
-        model(token, use_cache=False)
-    return windows

@@ -2,9 +2,10 @@
 
 transformers lets attention functions be registered by name. The one registered here receives the boundaries
 that :meth:`odcengine.data.MicroBatch.model_inputs` passes to the model. On a GPU in 16 bits one launch of
-FlashAttention does all samples (see ``varlen.py``), elsewhere ``scaled_dot_product_attention`` does each by
-itself: no mask of the whole row is ever built, and the work is the sum of the samples' own. A call without
-boundaries (evaluation, generation, padded batches) gets transformers' own ``sdpa`` attention and masks.
+FlashAttention does all samples (``varlen.py``), elsewhere ``scaled_dot_product_attention`` does them one by
+one (``sample_attention.py``): no mask of the whole row is ever built, and the work is the sum of the samples'
+own. A call without boundaries (evaluation, generation, padded batches) gets transformers' own ``sdpa``
+attention and masks.
 
 Not every model can be packed: recurrent layers carry state over a boundary, and some models make their
 positions themselves or do not hand the boundaries down to their attention. :func:`prepare_model` refuses what
@@ -15,20 +16,19 @@ alone.
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from odcengine.data.batch import Segments, pack_samples
 from odcengine.errors import UsageError
 from odcengine.models._probe import PROBE_SAMPLES, evaluating
 from odcengine.models.head import prepare_loss
+from odcengine.models.sample_attention import sample_by_sample
 from odcengine.models.varlen import can_use_varlen, varlen_attention
 
 PACKED_ATTENTION = "odc_packed"
@@ -68,8 +68,7 @@ def packed_attention(
         cu_seq_lens_q: boundaries of the segments, int32 ``[segments + 1]``, from 0 to ``T``. None for a row
             that is not packed: then transformers' ``sdpa`` attention runs, with its mask.
         odc_segments: ``cu_seq_lens_q`` for the host. Without it the host waits for the device to tell them.
-        sliding_window: tokens that a token sees at most, itself included. Where FlashAttention's kernels for
-            variable lengths cannot be used, segments must not be longer.
+        sliding_window: tokens that a token sees at most, itself included.
         **kwargs: what else transformers passes.
 
     Returns:
@@ -79,7 +78,14 @@ def packed_attention(
         UsageError: a call that this function cannot compute exactly.
     """
     if cu_seq_lens_q is None:
-        _check_window(sliding_window, query.shape[2] if attention_mask is None else 0)
+        if attention_mask is None and sliding_window is not None and query.shape[2] > sliding_window:
+            # transformers' attention would want a mask of the whole row here, and _packed_mask makes none.
+            whole = Segments((0, query.shape[2]))
+            _check_causal(module, is_causal)
+            _check_arguments(module, kwargs)
+            return sample_by_sample(
+                query, key, value, whole, dropout=dropout, scaling=scaling, sliding_window=sliding_window
+            ), None
         output: tuple[torch.Tensor, None] = _transformers_sdpa()(
             module,
             query,
@@ -102,36 +108,9 @@ def packed_attention(
         return varlen_attention(
             query, key, value, cu_seq_lens_q, segments.longest, scaling=scaling, sliding_window=window
         ), None
-    _check_window(sliding_window, segments.longest)
-    return _sample_by_sample(query, key, value, segments, dropout, scaling), None
-
-
-def _sample_by_sample(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    dropout: float,
-    scaling: float | None,
-) -> torch.Tensor:
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.is_cuda:
-        # Of torch's kernels for 32-bit numbers, those that make no square of scores want as many heads.
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    pieces = [
-        F.scaled_dot_product_attention(
-            query[:, :, start:stop],
-            key[:, :, start:stop],
-            value[:, :, start:stop],
-            dropout_p=dropout,
-            scale=scaling,
-            is_causal=True,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        for start, stop in itertools.pairwise(segments.boundaries)
-        if stop > start
-    ]
-    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous()
+    return sample_by_sample(
+        query, key, value, segments, dropout=dropout, scaling=scaling, sliding_window=sliding_window
+    ), None
 
 
 def _check_packed_call(
@@ -146,8 +125,7 @@ def _check_packed_call(
     where, boundaries = type(module).__name__, segments.boundaries
     if attention_mask is not None:
         raise UsageError(f"{where}: a packed row takes no attention_mask; its boundaries say what is seen")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UsageError(f"{where}: attention of packed rows is causal, but this layer's is not")
+    _check_causal(module, is_causal)
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise UsageError(
             f"{where}: a packed row has batch size 1 and no key-value cache, but the query has shape "
@@ -158,16 +136,21 @@ def _check_packed_call(
             f"{where}: boundaries run from {boundaries[0]} to {boundaries[-1]}, but the row from 0 to "
             f"{query.shape[2]}"
         )
+    _check_arguments(module, arguments)
+
+
+def _check_causal(module: nn.Module, is_causal: bool | None) -> None:
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UsageError(
+            f"{type(module).__name__}: attention of packed rows is causal, but this layer's is not"
+        )
+
+
+def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
     refused = [name for name in _REFUSED_ARGUMENTS if arguments.get(name) is not None]
     if refused:
-        raise UsageError(f"{where}: attention with {', '.join(refused)} is not supported for packed rows")
-
-
-def _check_window(sliding_window: int | None, longest: int) -> None:
-    if sliding_window is not None and longest > sliding_window:
         raise UsageError(
-            f"a sample of {longest} tokens is longer than the model's sliding window of {sliding_window}, "
-            "which packed attention does not support; limit samples to the window"
+            f"{type(module).__name__}: attention with {', '.join(refused)} is not supported for packed rows"
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from odcengine.data import MicroBatch, pack_samples
+from odcengine.data.batch import Segments
 from odcengine.errors import UsageError
 from odcengine.models import (
     PACKED_ATTENTION,
@@ -19,6 +20,7 @@ from odcengine.models import (
     prepare_config,
     prepare_model,
 )
+from odcengine.models.sample_attention import sample_by_sample
 
 transformers = pytest.importorskip("transformers")
 
@@ -251,21 +253,58 @@ def test_model_that_ignores_positions_fails_the_probe() -> None:
         prepare_model(model, probe=True)
 
 
-def test_sliding_window() -> None:
-    """Samples within the window are exact, longer ones refused, packed or not."""
+@pytest.mark.parametrize("window", [1, 4, 5, 64])
+def test_sliding_window(window: int) -> None:
+    """Samples shorter and longer than the window: what transformers' own attention gives each alone."""
     torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, sliding_window=5)).eval()
-    within = make_batch([[1, 2, 3, 4, 5], [6, 7, 8]])
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, sliding_window=window)).eval()
+    model.set_attn_implementation("eager")
     with torch.no_grad():
-        alone = model(torch.tensor([[6, 7, 8]]), use_cache=False).logits[0]
-        prepare_model(model, probe=True)
-        torch.testing.assert_close(packed_logits(model, within)[5:], alone, atol=1e-5, rtol=0)
-        with pytest.raises(
-            UsageError, match="a sample of 6 tokens is longer than the model's sliding window of 5"
-        ):
-            packed_logits(model, make_batch([[1, 2, 3, 4, 5, 6]]))
-        with pytest.raises(UsageError, match="sliding window"):
-            model(torch.arange(6)[None], use_cache=False)
+        alone = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in SAMPLES]
+        prepare_model(model)
+        torch.testing.assert_close(packed_logits(model, make_batch()), torch.cat(alone), atol=1e-5, rtol=0)
+        # Without boundaries too: a whole row of several samples, and no mask of it.
+        again = [model(torch.tensor([tokens] * 2), use_cache=False).logits[1] for tokens in SAMPLES]
+    torch.testing.assert_close(again, alone, atol=1e-5, rtol=0)
+
+
+def test_sliding_window_in_generation_and_padded_batches() -> None:
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, sliding_window=4)).eval()
+    inputs = {
+        "input_ids": torch.tensor([[0, 0, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]),
+    }
+    whole = {"input_ids": inputs["input_ids"][1:]}
+    arguments: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        tokens = [model.generate(**given, **arguments) for given in (inputs, whole)]
+        prepare_model(model)
+        again = [model.generate(**given, **arguments) for given in (inputs, whole)]
+    for before, after in zip(tokens, again, strict=True):
+        assert after.tolist() == before.tolist()
+
+
+@pytest.mark.parametrize(("kv_heads", "length"), [(4, 13), (2, 8), (1, 5)])
+def test_sliding_window_against_a_mask(kv_heads: int, length: int) -> None:
+    """In float64, with gradients, and a window of 4 that does and does not divide the length."""
+    torch.manual_seed(0)
+    shapes = [(2, heads, length, 8) for heads in (4, kv_heads, kv_heads)]
+    inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    query, key, value = inputs
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    right = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=(distance >= 0) & (distance < 4), scale=0.3, enable_gqa=True
+    )
+    found = sample_by_sample(query, key, value, Segments([0, length]), scaling=0.3, sliding_window=4)
+    torch.testing.assert_close(found.transpose(1, 2), right, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(right)
+    for expected, gradient in zip(
+        torch.autograd.grad(right, inputs, weights),
+        torch.autograd.grad(found.transpose(1, 2), inputs, weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_softcap_is_refused() -> None:
