@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="KIND/PLAN",
         help="of fsdp2, fsdp2-symm, odc, limit with local_sort, lb_micro, lb_mini (default: fsdp2/lb_micro "
-        "odc/lb_micro limit/lb_micro, for unequal lengths also odc/lb_mini limit/lb_mini; with --memory no limit)",
+        "odc/lb_micro, and odc/lb_mini for unequal lengths, limit/lb_micro for equal ones)",
     )
     add("--max-tokens", type=int, metavar="N", help="limit of a micro-batch (default: the longest sequence)")
     add("--max-samples", type=int, metavar="N", help="limit of sequences in a micro-batch (default: none)")
@@ -151,16 +152,20 @@ def check_options(options: argparse.Namespace) -> None:
         ConfigError: all problems at once.
     """
     problems = [
-        f"--{name.replace('_', '-')} {value}: it must be {least} or more"
+        f"--{name.replace('_', '-')} {value}: it must be {least:g} or more"
         for name, least in _LEAST.items()
-        if (value := getattr(options, name, None)) is not None and not value >= least
+        if (value := getattr(options, name, None)) is not None and not least <= value < math.inf
     ]
     folder = Path(options.json).absolute().parent
     if not folder.is_dir():
         problems.append(f"--json {options.json}: there is no folder {folder}; make it first")
     if options.task == "primitives":
-        problems += [f"--sizes-mib {size}: it must be positive" for size in options.sizes_mib if not size > 0]
-    else:
+        problems += [
+            f"--sizes-mib {size}: it must be above 0 and at most 512"
+            for size in options.sizes_mib
+            if not 0 < size <= 512
+        ]
+    elif not problems:
         from odc_tools.bench.schedule import check_training
 
         problems += check_training(options)

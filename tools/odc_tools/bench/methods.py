@@ -213,8 +213,8 @@ class Limit(OnDemand):
 
     The first minibatch is a real one. After it a GPU's buffers, which are not filled any more, hold earlier
     parameters, since FSDP2 takes them from a stream of their own; that matters, as the speed of a GPU depends
-    on the numbers. On a CPU they could hold anything, so they are zeroed. Gradients are zero, and the optimizer
-    steps.
+    on the numbers. On a CPU they could hold anything, so they are zeroed. Gradients are zero, and the
+    optimizer steps.
     """
 
     def after_first(self) -> None:

@@ -81,11 +81,11 @@ def methods_of(options: argparse.Namespace) -> list[MethodName]:
     """
     names = options.methods
     if names is None:
-        names = ["fsdp2/lb_micro", "odc/lb_micro", "limit/lb_micro"]
+        names = ["fsdp2/lb_micro", "odc/lb_micro"]
         if not WORKLOADS[options.workload].balanced:
-            names += ["odc/lb_mini", "limit/lb_mini"]
-        if options.memory:
-            names = [name for name in names if not name.startswith("limit")]
+            names.append("odc/lb_mini")
+        elif not options.memory:
+            names.append("limit/lb_micro")
     methods = [MethodName.parse(name) for name in names]
     if len(set(methods)) < len(methods):
         raise ConfigError(f"--methods {' '.join(names)}: a method comes twice; name each once")

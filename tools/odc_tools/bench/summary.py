@@ -116,6 +116,8 @@ def _speeds(record: dict[str, Any], names: Sequence[MethodName]) -> dict[str, di
     walls: dict[str, dict[int, list[float]]] = {method: {} for method in methods}
     busy = dict.fromkeys(methods, 0.0)
     ratios: dict[str, list[float]] = {method: [] for method in methods}
+    shares: dict[str, list[float]] = {method: [] for method in methods}
+    limits = {str(name): f"limit/{name.strategy}" for name in names}
     for steps in _by_step(record):
         if steps[base]["round"] < 0:
             continue
@@ -124,15 +126,17 @@ def _speeds(record: dict[str, Any], names: Sequence[MethodName]) -> dict[str, di
             walls[method].setdefault(step["minibatch"], []).append(step["wall_s"])
             ratios[method].append(steps[base]["wall_s"] / step["wall_s"])
             busy[method] += sum(step["busy_s"] or ())
+            if limits[method] in steps:
+                shares[method].append(steps[limits[method]]["wall_s"] / step["wall_s"])
     minibatches, number = record["minibatches"], record["ranks"]
     measured = sorted(walls[base])
     tokens = sum(minibatches[i]["tokens"] for i in measured)
     totals = {m: sum(Spread.of(walls[m][i]).median for i in measured) for m in methods}
     predicted = {m: sum(minibatches[i]["predicted"][m] for i in measured) for m in methods}
     result = {}
-    for name, method in zip(names, methods, strict=True):
+    for method in methods:
         speeds = [minibatches[i]["tokens"] / wall for i in measured for wall in walls[method][i]]
-        limit = f"limit/{name.strategy}"
+        limit = limits[method]
         wall = sum(sum(values) for values in walls[method].values())
         result[method] = {
             "total_s": totals[method],
@@ -142,6 +146,7 @@ def _speeds(record: dict[str, Any], names: Sequence[MethodName]) -> dict[str, di
             "speedup_spread": asdict(Spread.of(ratios[method])),
             "predicted_speedup": predicted[base] / predicted[method],
             "share_of_limit": totals[limit] / totals[method] if limit in totals else None,
+            "share_of_limit_spread": asdict(Spread.of(shares[method])) if limit in totals else None,
             "utilisation": busy[method] / (number * wall) if busy[method] else None,
         }
     return result
@@ -242,9 +247,10 @@ def format_record(record: dict[str, Any]) -> str:
 
 
 def _speed_table(record: dict[str, Any]) -> str:
-    head = ["method", "tokens/s", "speed-up", "p10", "p90", "predicted", "of limit", "busy", "loss", "norm"]
-    rows = [head]
+    head = ["method", "tokens/s", "speed-up", "p10", "p90", "predicted", "of limit", "p10", "p90", "busy"]
+    rows = [[*head, "loss", "norm"]]
     for name, figures in record["summary"].items():
+        shares = figures["share_of_limit_spread"] or {}
         spread, agreement = figures["speedup_spread"], record["agreement"].get(name)
         differences = [_number(agreement and agreement[key], ".0e") for key in ("loss", "grad_norm")]
         rows.append(
@@ -253,7 +259,10 @@ def _speed_table(record: dict[str, Any]) -> str:
                 f"{figures['tokens_per_s']:,.0f}",
                 *(f"{value:.3f}" for value in (figures["speedup"], spread["p10"], spread["p90"])),
                 f"{figures['predicted_speedup']:.3f}",
-                _number(figures["share_of_limit"], ".1%"),
+                *(
+                    _number(v, ".1%")
+                    for v in (figures["share_of_limit"], shares.get("p10"), shares.get("p90"))
+                ),
                 _number(figures["utilisation"], ".1%"),
                 *differences,
             ]
