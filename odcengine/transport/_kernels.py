@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
 
 WAITING, DONE, ABORTED, TOO_LATE = 0, 1, 2, 3
 """How a wait on the device ended; WAITING and DONE are no failure."""
@@ -40,6 +41,35 @@ def scatter_add_kernel(
         target = tl.load(addresses + row).to(tl.pointer_type(element))
         tl.atomic_add(target + offset + offsets, values, mask=inside, sem="relaxed", scope="sys")
         index += tl.num_programs(0)
+
+
+@triton.jit
+def bulk_add_kernel(lines, target, source, count, WIDTH: tl.constexpr, HEIGHT: tl.constexpr):
+    """Add ``source`` to the memory of one owner by bulk reductions of the tensor memory accelerator.
+
+    A few programs of this kernel move as much as very many of :func:`scatter_add_kernel`, and take less from
+    a computation beside it.
+
+    Args:
+        lines: descriptor of the target as float32 [count // WIDTH, WIDTH], in blocks of HEIGHT lines.
+        target: the same memory, for the elements after the last whole line.
+        source: [count], contiguous.
+        count: elements.
+        WIDTH: elements of a line.
+        HEIGHT: lines added at once.
+    """
+    height = count // WIDTH
+    columns = tl.arange(0, WIDTH)
+    for block in tl.range(tl.program_id(0), tl.cdiv(height, HEIGHT), tl.num_programs(0), num_stages=3):
+        first = block * HEIGHT
+        numbers = first + tl.arange(0, HEIGHT)
+        elements = numbers[:, None].to(tl.int64) * WIDTH + columns[None, :]
+        values = tl.load(source + elements, mask=(numbers < height)[:, None], other=0.0)
+        lines.atomic_add([first, 0], values.to(tl.float32))  # lines past the end are left out
+    if tl.program_id(0) == 0:
+        rest = height.to(tl.int64) * WIDTH + columns
+        values = tl.load(source + rest, mask=rest < count).to(tl.float32)
+        tl.atomic_add(target + rest, values, mask=rest < count, sem="relaxed", scope="sys")
 
 
 @triton.jit(do_not_specialize=["value", "count"])

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 _PUBLISHED, _ARRIVED = 0, 1  # rows of words, one word a peer
 _WORD = 8
-_BLOCK, _WARPS, _PUSH_CTAS = 2048, 8, 64
+_BLOCK, _WARPS, _PUSH_CTAS = 2048, 8, 132
+_LINE, _LINES, _BULK_WARPS, _BULK_CTAS = 256, 16, 4, 16  # measured: benchmarks/gpu-primitives.md
 _PUSHES_IN_FLIGHT = 2
 _REASONS = {
     _kernels.ABORTED: "was given up because a rank failed",
@@ -70,6 +71,8 @@ class CudaP2PTransport(Transport):
         self._windows: list[Window] = []
         self._views: list[list[torch.Tensor]] = []  # [window][peer]: [M, n]
         self._addresses: list[torch.Tensor] = []  # [window]: int64 [W], where each shard's row lies
+        self._lines: dict[tuple[int, int], Any] = {}  # [window, shard]: its row for bulk reductions
+        self._bulk = torch.cuda.get_device_capability(device) >= (9, 0)
         self._memory: list[torch.Tensor] = []  # each peer's arena, mapped here
         self._handle: Any = None
         self._seen_by_host = [-1] * grid.node_size
@@ -181,15 +184,15 @@ class CudaP2PTransport(Transport):
         self.traffic.pulled_bytes += out.numel() * out.element_size()
 
     def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
-        shard = self.grid.shards[node][peer]
-        self._push(window, self._addresses[window.index][shard : shard + 1], source[None], offset)
+        self._push(window, source[None], offset, self.grid.shards[node][peer])
         return 0.0
 
     def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:
-        self._push(window, self._addresses[window.index], source, offset)
+        self._push(window, source, offset)
         return 0.0
 
-    def _push(self, window: Window, addresses: torch.Tensor, rows: torch.Tensor, offset: int) -> None:
+    def _push(self, window: Window, rows: torch.Tensor, offset: int, shard: int | None = None) -> None:
+        """Add ``rows`` to all shards, or one row to one shard."""
         (count, numel), length = rows.shape, window.spec.shape[1]
         if not 0 <= offset <= offset + numel <= length:
             raise ValueError(
@@ -208,25 +211,60 @@ class CudaP2PTransport(Transport):
             current.wait_event(self._pushes[0])
         self._push_stream.wait_stream(current)
         with torch.cuda.stream(self._push_stream):
-            blocks = -(-numel // _BLOCK) * count
-            _kernels.scatter_add_kernel[(min(blocks, _PUSH_CTAS),)](
-                addresses,
-                rows,
-                rows.stride(0),
-                numel,
-                count,
-                offset,
-                self.control.topology.rank % count,
-                element=_element(window.spec.dtype),
-                BLOCK=_BLOCK,
-                num_warps=_WARPS,
-            )
+            if self._bulk and shard is None and self._goes_in_bulk(window, rows):
+                self._add_in_bulk(window, rows)
+            else:
+                self._add(window, rows, offset, shard)
             done = self._pushes.popleft() if len(self._pushes) == _PUSHES_IN_FLIGHT else _event()
             done.record()
             self._pushes.append(done)
         rows.record_stream(self._push_stream)
         self.traffic.num_pushes += count
         self.traffic.pushed_bytes += rows.numel() * rows.element_size()
+
+    def _add(self, window: Window, rows: torch.Tensor, offset: int, shard: int | None) -> None:
+        addresses = self._addresses[window.index]
+        count, numel = rows.shape
+        _kernels.scatter_add_kernel[(min(-(-numel // _BLOCK) * count, _PUSH_CTAS),)](
+            addresses if shard is None else addresses[shard : shard + 1],
+            rows,
+            rows.stride(0),
+            numel,
+            count,
+            offset,
+            self.control.topology.rank % count,
+            element=_element(window.spec.dtype),
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+
+    def _goes_in_bulk(self, window: Window, rows: torch.Tensor) -> bool:
+        """Whole 16-bit rows into float32: there bulk reductions are the better way."""
+        numel = rows.shape[1]
+        aligned = numel % 8 == 0 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
+        whole = numel == window.spec.shape[1] and numel >= _LINE * _LINES
+        return aligned and whole and window.spec.dtype == torch.float32 and rows.element_size() == 2
+
+    def _add_in_bulk(self, window: Window, rows: torch.Tensor) -> None:
+        numel = rows.shape[1]
+        for peer in self.grid.visits():
+            for node, owners in enumerate(self.grid.shards):
+                target = self._views[window.index][peer][node]
+                lines = self._lines.get((window.index, owners[peer]))
+                if lines is None:
+                    height = numel // _LINE
+                    matrix = target[: height * _LINE].view(height, _LINE)
+                    lines = _kernels.TensorDescriptor.from_tensor(matrix, [_LINES, _LINE])
+                    self._lines[window.index, owners[peer]] = lines
+                _kernels.bulk_add_kernel[(_BULK_CTAS,)](
+                    lines,
+                    target,
+                    rows[owners[peer]],
+                    numel,
+                    WIDTH=_LINE,
+                    HEIGHT=_LINES,
+                    num_warps=_BULK_WARPS,
+                )
 
     # -- flags and the barrier ---------------------------------------------------------------------------
 
@@ -307,6 +345,7 @@ class CudaP2PTransport(Transport):
         self._windows.clear()
         self._views.clear()
         self._addresses.clear()
+        self._lines.clear()
         self._memory.clear()
         self._handle = None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
+from distributed import run_ranks, values
 from odc_tools.bench import add_arguments
 
 from odcengine._version import __version__
@@ -165,6 +165,40 @@ def test_wrong_data_is_found(tmp_path: Path) -> None:
     assert [rank.value for rank in results] == [1, 1], results
     wrong = json.loads(file.read_text())["wrong"]
     assert wrong == ["0.01 MiB: a pulled shard", "0.01 MiB: the shard that all pulled"]
+
+
+def _empty_micro_batches(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """A minibatch that rank 0 has all of: rank 1 runs an empty micro-batch, or none on demand."""
+    from odc_tools.bench.methods import make_method
+    from odc_tools.bench.ranks import Ranks
+    from odc_tools.bench.schedule import MethodName
+    from odc_tools.bench.workloads import build_model, draw_tokens, model_config
+
+    from odcengine.data.batch import pack_samples
+
+    ranks, config = Ranks("cpu", 60.0), model_config("tiny")
+    tokens = draw_tokens(0, 0, [30, 7, 12], config.vocab_size)
+    samples = [{"input_ids": ids} for ids in tokens]
+    whole, empty = [pack_samples(samples)], [pack_samples([])]
+    outcomes = []
+    for name in ("fsdp2/lb_micro", "odc/lb_micro"):
+        model = build_model(config, seed=0, device="cpu", checkpointing=True)
+        method = make_method(MethodName.parse(name), model, ranks, transport="auto", timeout_s=60.0)
+        for _ in range(2):
+            other = empty if method.name.collective else []
+            method.run(whole if rank == 0 else other, 49 - 3)
+            outcome = method.outcome()
+            outcomes.append((outcome.loss or 0.0, outcome.grad_norm or 0.0))
+        method.close()
+    return outcomes
+
+
+def test_empty_micro_batches_add_nothing() -> None:
+    first, second = values(run_ranks(_empty_micro_batches, 2))
+    assert first == second
+    for fsdp2, odc in zip(first[:2], first[2:], strict=True):
+        assert odc == pytest.approx(fsdp2, rel=1e-2)
+        assert fsdp2[0] == pytest.approx(6.24, abs=0.2)
 
 
 def test_help_needs_no_torch() -> None:

@@ -364,6 +364,14 @@ def test_read_trace() -> None:
         "device_idle_s": pytest.approx(35e-6),
         "long_gaps": 1,
         "long_gaps_s": pytest.approx(30e-6),
+        "host_self_s": {
+            "aten::mm": pytest.approx(44e-6),  # less the launches in it
+            "aten::add": pytest.approx(5e-6),
+            "cudaLaunchKernel": pytest.approx(2e-6),
+            "cuLaunchKernelEx": pytest.approx(2e-6),
+            "cudaMemcpyAsync": pytest.approx(1e-6),
+            "cudaEventRecord": pytest.approx(1e-6),
+        },
     }
     assert read_trace([])["device_idle_s"] == 0
 

@@ -36,7 +36,7 @@ class CudaP2P(Backend):
     """Builds :class:`CudaP2PTransport`; ranks share GPUs where there are too few."""
 
     device: str = "cuda"
-    accumulators: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16)
+    accumulators: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
 
     def transport(self, control: ControlBlock) -> Transport:
         from odcengine.transport.cuda_p2p import CudaP2PTransport
@@ -95,6 +95,32 @@ def _busy_peer(rank: int, world: int, backend: Backend, token: str) -> float:
 def test_flags_and_barrier_act_in_the_order_of_the_streams() -> None:
     """The host never waits for a device, so only the devices' order can make this right."""
     values(launch(CudaP2P(ONE_NODE), _busy_peer))
+
+
+def _whole_rows(rank: int, world: int, backend: Backend, token: str) -> None:
+    control, transport = backend.make(rank, token)
+    for_all = [4096, 4104, 65536 + 8, 300_000]
+    windows = transport.allocate(plan_of(transport, *((n, torch.float32) for n in for_all)))
+    rounds = 50
+    for window, n in zip(windows, for_all, strict=True):
+        numbers = torch.arange(n, device="cuda") % 31
+        rows = torch.stack([(numbers + shard) for shard in range(world)]).bfloat16()
+        for number in range(rounds):
+            if number % 5 == 4:  # a part, and in another dtype: by atomics, among the bulk reductions
+                transport.scatter_add(window, rows[:, : n // 2].float())
+            else:
+                transport.scatter_add(window, rows)
+    transport.barrier(Meeting.END_OF_STEP, 0)
+    for window, n in zip(windows, for_all, strict=True):
+        expected = (torch.arange(n, device="cuda") % 31 + rank).float() * rounds * world
+        expected[n // 2 :] *= 0.8
+        assert torch.equal(window.local[0], expected), (n, window.local[0], expected)
+    conformance.finish(control, transport)
+
+
+def test_bulk_reductions_of_all_ranks_and_atomics_add_up() -> None:
+    """All GPUs push whole 16-bit rows at once into the same owners; every number counts exactly once."""
+    values(launch(CudaP2P(ONE_NODE), _whole_rows))
 
 
 def _given_up(rank: int, world: int, backend: Backend, token: str, how: str) -> Report:

@@ -39,7 +39,7 @@ def _add_common(parser: argparse.ArgumentParser, task: str) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, GPUs if any")
     add("--json", default=f"bench-{task}.json", metavar="FILE", help="raw results (default: %(default)s)")
     add("--commit", metavar="HASH", help="for the results, where the code is no git checkout")
-    add("--timeout-s", type=float, default=120.0, metavar="S", help="limit of every wait (default: 120)")
+    add("--timeout-s", type=float, default=300.0, metavar="S", help="limit of every wait (default: 300)")
 
 
 def _add_primitives(parser: argparse.ArgumentParser) -> None:

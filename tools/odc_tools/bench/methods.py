@@ -56,9 +56,11 @@ class Method(abc.ABC):
 
     Attributes:
         name: of the method.
+        num_parameters: of the whole model.
     """
 
     name: MethodName
+    num_parameters: int
 
     @abc.abstractmethod
     def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
@@ -128,6 +130,7 @@ class Fsdp2(Method):
 
     def __init__(self, name: MethodName, model: nn.Module, ranks: Ranks) -> None:
         self.name = name
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._ranks = ranks
         self._model = model
         symmetric = name.kind == "fsdp2-symm"
@@ -181,6 +184,7 @@ class OnDemand(Method):
         self, name: MethodName, model: nn.Module, ranks: Ranks, *, transport: str, timeout_s: float
     ) -> None:
         self.name = name
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._ranks = ranks
         odc: dict[str, Any] = {"transport": transport, "timeout_s": timeout_s, "startup_timeout_s": timeout_s}
         if "device" in Odc.model_fields:

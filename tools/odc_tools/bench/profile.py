@@ -17,7 +17,9 @@ from odc_tools.bench.ranks import Ranks
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 _LAUNCHES = ("Launch", "Memcpy", "Memset")
+_ON_HOST = frozenset({"cpu_op", "user_annotation"}) | _CALLS
 _LONG_GAP_US = 10.0
+_MOST = 30
 
 
 class Profile:
@@ -98,9 +100,11 @@ def read_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         ``operators``: calls of torch's operators on the host; ``launches``: kernels, copies and fills that it
         enqueued; ``kernels``: of them on the device; ``device_busy_s``: time in which at least one ran;
         ``device_idle_s``: time between the first and the last in which none did; ``long_gaps`` and
-        ``long_gaps_s``: number and sum of the times of more than 10 us in which none did.
+        ``long_gaps_s``: number and sum of the times of more than 10 us in which none did; ``host_self_s``: name
+        -> seconds of what the host spent most time on, without what it called, over all threads.
     """
     operators = launches = 0
+    threads: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
     intervals: list[tuple[float, float]] = []
     for event in events:
         if event.get("ph") != "X":
@@ -108,7 +112,10 @@ def read_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         category = event.get("cat")
         if category in _ON_DEVICE:
             intervals.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
-        elif category in _CALLS:
+            continue
+        if category in _ON_HOST:
+            threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+        if category in _CALLS:
             launches += any(word in event["name"] for word in _LAUNCHES)
         elif category == "cpu_op":
             operators += 1
@@ -129,4 +136,22 @@ def read_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "device_idle_s": sum(gaps) / 1e6,
         "long_gaps": len(long_gaps),
         "long_gaps_s": sum(long_gaps) / 1e6,
+        "host_self_s": _self_times(threads.values()),
     }
+
+
+def _self_times(threads: Iterable[list[dict[str, Any]]]) -> dict[str, float]:
+    """Seconds that calls took themselves, longest first, by name."""
+    spent: dict[str, float] = {}
+    for events in threads:
+        events.sort(key=lambda event: (event["ts"], -event["dur"]))
+        callers: list[dict[str, Any]] = []
+        for event in events:
+            while callers and event["ts"] >= callers[-1]["ts"] + callers[-1]["dur"]:
+                callers.pop()
+            if callers:
+                spent[callers[-1]["name"]] -= event["dur"] / 1e6
+            spent[event["name"]] = spent.get(event["name"], 0.0) + event["dur"] / 1e6
+            callers.append(event)
+    most = sorted(spent.items(), key=lambda item: -item[1])
+    return dict(most[:_MOST])

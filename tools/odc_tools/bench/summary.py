@@ -22,6 +22,7 @@ from odc_tools.bench.workloads import WORKLOADS
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-2, 0.1
 """Relative differences between methods that bf16 and the order of sums do not explain any more."""
 
+_HOST_ROWS = 8
 _BASE = "fsdp2/lb_micro"
 _SAME_PLAN = "odc/lb_micro"
 
@@ -236,7 +237,7 @@ def format_record(record: dict[str, Any]) -> str:
     if "memory" in record:
         lines.append(_memory_table(record["memory"]))
     if "profile" in record:
-        lines.append(_profile_table(record["profile"]))
+        lines += [_profile_table(record["profile"]), _host_table(record["profile"])]
     if any(name.startswith("limit") for name in record["methods"]):
         lines.append(f"limit: {KINDS['limit']}")
     lines += [f"left out: {name}: {reason}" for name, reason in record["skipped"].items()]
@@ -296,6 +297,13 @@ def _profile_table(profiles: dict[str, dict[str, Any]]) -> str:
             ]
         )
     return table(rows)
+
+
+def _host_table(profiles: dict[str, dict[str, Any]]) -> str:
+    """What the host spent most time on itself, of the method that spent most of it in all."""
+    name = max(profiles, key=lambda name: sum(profiles[name]["host_self_s"].values()))
+    spent = list(profiles[name]["host_self_s"].items())[:_HOST_ROWS]
+    return table([[f"host, {name}", "ms"], *([what, f"{seconds * 1e3:.2f}"] for what, seconds in spent)])
 
 
 def _number(value: float | None, form: str) -> str:

@@ -9,7 +9,6 @@ slowest one's device is done.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import gc
 import time
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from odc_tools.bench import ranks as bench
 from odc_tools.bench import summary
@@ -109,28 +107,23 @@ class _Run:
         self._close(methods)
 
     def _make_all(self) -> list[Method]:
-        model = self._build()
         methods = []
         for name in self._names:
-            self._ranks.say(f"sharding {name}")
-            last = name == self._names[-1]
-            methods.append(self._make(name, model if last else copy.deepcopy(model)))
+            self._ranks.say(f"making {name}")
+            methods.append(self._make(name))
         return methods
 
-    def _build(self) -> nn.Module:
-        self._ranks.say(f"making {self._options.shape}")
+    def _make(self, name: MethodName) -> Method:
+        """A method with a model of its own; the seed gives all of them the same weights."""
+        options = self._options
         model = build_model(
             self._config,
             seed=0,
             device=str(self._ranks.device),
-            checkpointing=not self._options.no_checkpointing,
+            checkpointing=not options.no_checkpointing,
         )
         if self._ranks.on_gpu:
-            torch.cuda.empty_cache()  # the weights were there
-        return model
-
-    def _make(self, name: MethodName, model: nn.Module) -> Method:
-        options = self._options
+            torch.cuda.empty_cache()  # the weights were drawn there
         return make_method(name, model, self._ranks, transport=options.transport, timeout_s=options.timeout_s)
 
     def _warm_up(self, methods: list[Method]) -> list[float]:
@@ -238,16 +231,14 @@ class _Run:
         """Run every minibatch with one method after the other, and take the peaks."""
         self._record["memory"] = {}
         for name in self._names:
-            model = self._build()
-            parameters = sum(parameter.numel() for parameter in model.parameters())
+            self._ranks.say(f"making {name}")
             memory = PeakMemory(self._ranks)
-            method = self._make(name, model)
-            del model
+            method = self._make(name)
             memory.reset_peak()
             for number, minibatch in enumerate(self._minibatches):
                 self._run_all([method], minibatch, number, 0, round_=-1)
                 self._ranks.say(f"{name}: {number + 1} of {len(self._minibatches)}")
-            self._record["memory"][str(name)] = memory.read() | {"parameters": parameters}
+            self._record["memory"][str(name)] = memory.read() | {"parameters": method.num_parameters}
             self._close([method])
             del method
             gc.collect()
