@@ -100,8 +100,8 @@ def read_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         ``operators``: calls of torch's operators on the host; ``launches``: kernels, copies and fills that it
         enqueued; ``kernels``: of them on the device; ``device_busy_s``: time in which at least one ran;
         ``device_idle_s``: time between the first and the last in which none did; ``long_gaps`` and
-        ``long_gaps_s``: number and sum of the times of more than 10 us in which none did; ``host_self_s``: name
-        -> seconds of what the host spent most time on, without what it called, over all threads.
+        ``long_gaps_s``: number and sum of the times of more than 10 us in which none did; ``host_self_s``:
+        by name, the seconds of what the host spent most time on, without what it called, over all threads.
     """
     operators = launches = 0
     threads: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
