@@ -46,18 +46,19 @@ def _softmax_kernel(
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing yet: no infinity minus infinity
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), 0)
         largest = higher
-    log_sum = largest + tl.log(total)
-    tl.store(losses + row, log_sum - chosen)
+    # Never largest plus log(total): next to a large number the digits of a small loss would be lost.
+    tl.store(losses + row, tl.log(total) - (chosen - largest))
 
     if WITH_GRADIENT:
         tl.debug_barrier()
+        scale = 1.0 / total
         blocks = tl.cdiv(num_columns, BLOCK)
         for index in range(blocks):
             # Backwards: what was read last is still in the cache.
             places = (blocks - 1 - index) * BLOCK + columns
             inside = places < num_columns
             values = tl.load(logits + places, mask=inside, other=0.0).to(tl.float32)
-            gradient = tl.exp(values - log_sum) - tl.where(places == target, 1.0, 0.0)
+            gradient = tl.exp(values - largest) * scale - tl.where(places == target, 1.0, 0.0)
             tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=inside)
 
 

@@ -287,7 +287,7 @@ def separate_samples(model: Any, batch: MicroBatch) -> tuple[float, dict[str, to
 
 
 def distances(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative to the norm of each parameter's gradient, with a floor: noise is all there is of a small one."""
+    """Relative to the norm of each parameter's gradient, with a floor: of a small one, all is noise."""
     assert found.keys() == right.keys()
     norms = {name: float(gradient.norm()) for name, gradient in right.items()}
     floor = 1e-3 * max(norms.values())
