@@ -21,11 +21,11 @@ _ELEMENTS_PER_WARP = 512
 
 @triton.jit
 def _softmax_kernel(
-    logits,  # [rows, num_columns] with contiguous rows; becomes the gradient
+    logits,  # [rows, COLUMNS] with contiguous rows; becomes the gradient
     targets,  # int64 [rows]
     losses,  # float32 [rows]
     row_stride,  # elements between rows of logits
-    num_columns,
+    COLUMNS: tl.constexpr,  # the vocabulary: a model has one
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -33,14 +33,14 @@ def _softmax_kernel(
     logits += row.to(tl.int64) * row_stride
     columns = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
-    known = (target >= 0) & (target < num_columns)
+    known = (target >= 0) & (target < COLUMNS)
     # Read before the first reduction, behind which no thread of the program writes: it is overwritten below.
     chosen = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32)
 
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
-    for start in range(0, num_columns, BLOCK):
-        inside = start + columns < num_columns
+    for start in range(0, COLUMNS, BLOCK):
+        inside = start + columns < COLUMNS
         values = tl.load(logits + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(largest, tl.max(values, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing yet: no infinity minus infinity
@@ -52,11 +52,11 @@ def _softmax_kernel(
     if WITH_GRADIENT:
         tl.debug_barrier()
         scale = 1.0 / total
-        blocks = tl.cdiv(num_columns, BLOCK)
+        blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
         for index in range(blocks):
             # Backwards: what was read last is still in the cache.
             places = (blocks - 1 - index) * BLOCK + columns
-            inside = places < num_columns
+            inside = places < COLUMNS
             values = tl.load(logits + places, mask=inside, other=0.0).to(tl.float32)
             gradient = tl.exp(values - largest) * scale - tl.where(places == target, 1.0, 0.0)
             tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=inside)
@@ -82,7 +82,7 @@ def softmax_minus_target_(logits: torch.Tensor, targets: torch.Tensor, with_grad
         targets,
         losses,
         logits.stride(0),
-        num_columns,
+        COLUMNS=num_columns,
         WITH_GRADIENT=with_gradient,
         BLOCK=block,
         num_warps=min(_MAX_WARPS, max(1, block // _ELEMENTS_PER_WARP)),
