@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from odcengine.data.batch import Segments, pack_samples
 from odcengine.errors import UsageError
@@ -33,6 +34,8 @@ from odcengine.models.varlen import can_use_varlen, varlen_attention
 
 PACKED_ATTENTION = "odc_packed"
 """The name under which the attention is registered with transformers."""
+_PACKED_ROWS = "odc_packed_rows"
+"""Its name while a packed row runs: one for which transformers knows no masks, see :func:`_enter_row`."""
 
 # Layer kinds whose only trace of other tokens is attention with a mask known here.
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -234,6 +237,7 @@ def prepare_model(model: nn.Module, *, probe: bool | None = None) -> nn.Module:
     for module, config in before:
         module.config = copy.deepcopy(config, memo)
     _set_attention(model, PACKED_ATTENTION)
+    hooks = [hook for part in parts if not _is_hooked(part) for hook in _hook(part)]
     if probe is None:
         probe = not any(parameter.is_meta for parameter in model.parameters())
     if probe:
@@ -242,9 +246,40 @@ def prepare_model(model: nn.Module, *, probe: bool | None = None) -> nn.Module:
         except BaseException:
             for module, config in before:
                 module.config = config
+            for hook in hooks:
+                hook.remove()
             raise
     prepare_loss(model)
     return model
+
+
+def _is_hooked(part: nn.Module) -> bool:
+    return _enter_row in part._forward_pre_hooks.values()
+
+
+def _hook(part: nn.Module) -> list[RemovableHandle]:
+    return [
+        part.register_forward_pre_hook(_enter_row, with_kwargs=True),
+        part.register_forward_hook(_leave_row, always_call=True),
+    ]
+
+
+def _enter_row(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Before a model runs on a packed row: no masks, please.
+
+    transformers looks at the positions of every row to find out whether it is packed, and the host waits
+    until the device has told. With an attention that it knows no masks for it does not look.
+    """
+    config: Any = module.config
+    is_row = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("attention_mask") is None
+    if is_row and config._attn_implementation == PACKED_ATTENTION:
+        config._attn_implementation = _PACKED_ROWS
+
+
+def _leave_row(module: nn.Module, args: Any, output: Any) -> None:
+    config: Any = module.config
+    if config._attn_implementation == _PACKED_ROWS:
+        config._attn_implementation = PACKED_ATTENTION
 
 
 @torch.no_grad()
@@ -313,6 +348,7 @@ def _register() -> None:
             f"models of transformers need a recent transformers ({error}); pip install 'odcengine[hf]'"
         ) from error
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionInterface.register(_PACKED_ROWS, packed_attention)
     AttentionMaskInterface.register(PACKED_ATTENTION, _packed_mask)
 
 

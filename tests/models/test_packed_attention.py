@@ -143,6 +143,26 @@ def test_no_mask_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     model(torch.tensor([[1, 2, 3]]), use_cache=False)
 
 
+def test_transformers_does_not_look_whether_a_row_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host would wait for the answer, in every forward."""
+    from transformers import masking_utils
+
+    model = make_model(llama)
+    prepare_model(model)  # again: one hook is enough
+
+    def refuse(position_ids: torch.Tensor) -> None:
+        raise AssertionError("the device was asked")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", refuse)
+    packed_logits(model, make_batch())
+    assert model.config._attn_implementation == PACKED_ATTENTION
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    inputs = make_batch().model_inputs()
+    with pytest.raises(IndexError):
+        model(**{**inputs, "input_ids": inputs["input_ids"] + 64}, use_cache=False)
+    assert model.config._attn_implementation == PACKED_ATTENTION
+
+
 def test_padded_batch_and_generation_work_as_before() -> None:
     """Without boundaries the model behaves as transformers' own: left padding, caches."""
     torch.manual_seed(0)
@@ -233,6 +253,8 @@ def test_model_that_mixes_neighbours_fails_the_probe() -> None:
         prepare_model(model, probe=True)
     assert model.config is config
     assert config._attn_implementation != PACKED_ATTENTION
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 def test_model_that_ignores_positions_fails_the_probe() -> None:

@@ -316,6 +316,20 @@ def test_model_in_bfloat16(launches: list[int | None], checkpointing: bool) -> N
     assert noise["model.embed_tokens.weight"] <= 0.05  # the reference is one
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_the_host_waits_for_nothing_of_a_model(kind: torch.dtype, checkpointing: bool) -> None:
+    """A micro-batch from the host's memory to the gradients, nor for what transformers does on the way."""
+    model = make_model(hidden_size=256, num_attention_heads=4)
+    prepare_model(in_bfloat16(model) if kind == torch.bfloat16 else model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = make_batch([1, 17, 300])
+    torch.autograd.backward(causal_lm_loss_sum(model, batch.to(DEVICE)))
+    with no_waiting():
+        torch.autograd.backward(causal_lm_loss_sum(model, batch.to(DEVICE)))
+
+
 def test_model_in_float32(launches: list[int | None]) -> None:
     """Sample by sample on the GPU, to the precision of float32."""
     batch = make_batch([1, 17, 700, 300])
