@@ -38,7 +38,7 @@ class Segments:
 
     def __init__(self, boundaries: Sequence[int]) -> None:
         self.boundaries = tuple(boundaries)
-        self.longest = max((stop - start for start, stop in itertools.pairwise(boundaries)), default=0)
+        self.longest = max([0, *(stop - start for start, stop in itertools.pairwise(boundaries))])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,10 +183,10 @@ def test_case_10_padding_never_counts(model: Any, lengths: list[int]) -> None:
         torch.autograd.backward(loss)
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         results.append((loss.item(), gradient, batch.num_tokens, batch.num_targets, batch.num_samples))
-    loss, gradient, *counts = results[0]
+    value, gradient, *counts = results[0]
     assert counts == [sum(lengths), sum(lengths) - 3, 3]
-    assert (loss > 0) == (gradient.abs().max().item() > 0) == (counts[1] > 0)
+    assert (value > 0) == (gradient.abs().max().item() > 0) == (counts[1] > 0)
     for other_loss, other_gradient, *other_counts in results[1:]:
         assert other_counts == counts
-        assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-9)
+        assert other_loss == pytest.approx(value, rel=1e-6, abs=1e-9)
         torch.testing.assert_close(other_gradient, gradient, atol=1e-6, rtol=1e-5)
