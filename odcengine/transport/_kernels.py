@@ -1,3 +1,4 @@
+# ruff: noqa: SIM102 - conditions on constants of the compiler stand alone
 """The GPU kernels of one-sided communication, in Triton: adding into peers' memory, flags, bounded waits.
 
 Addresses of peers' memory are int64 tensors on the device. All stores and additions to them have system
@@ -43,32 +44,74 @@ def scatter_add_kernel(
         index += tl.num_programs(0)
 
 
-@triton.jit
-def bulk_add_kernel(lines, target, source, count, WIDTH: tl.constexpr, HEIGHT: tl.constexpr):
-    """Add ``source`` to the memory of one owner by bulk reductions of the tensor memory accelerator.
+MAX_BULK_ROWS = 8
+"""Descriptors that :func:`bulk_add_kernel` takes."""
 
-    A few programs of this kernel move as much as very many of :func:`scatter_add_kernel`, and take less from
-    a computation beside it.
 
-    Args:
-        lines: descriptor of the target as float32 [count // WIDTH, WIDTH], in blocks of HEIGHT lines.
-        target: the same memory, for the elements after the last whole line.
-        source: [count], contiguous.
-        count: elements.
-        WIDTH: elements of a line.
-        HEIGHT: lines added at once.
+@triton.jit(do_not_specialize=["first"])
+def bulk_add_kernel(
+    lines0,
+    lines1,
+    lines2,
+    lines3,
+    lines4,
+    lines5,
+    lines6,
+    lines7,
+    addresses,  # int64 [ROWS], for the elements after the last whole line
+    source,  # [ROWS, count], contiguous
+    count,  # elements of a row
+    first,  # row to start with, another on each rank
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements of a line
+    HEIGHT: tl.constexpr,  # lines added at once
+):
+    """Add each row of ``source`` to the memory of its owner by the tensor memory accelerator's reductions.
+
+    ``lines0`` and so on are descriptors of the owners' memory as float32 [count // WIDTH, WIDTH] in blocks of
+    HEIGHT lines; those past ROWS are not used. A few programs of this kernel move as much as very many of
+    :func:`scatter_add_kernel`, and take less from a computation beside them. Neighbouring blocks belong to
+    different rows, as there.
     """
     height = count // WIDTH
     columns = tl.arange(0, WIDTH)
-    for block in tl.range(tl.program_id(0), tl.cdiv(height, HEIGHT), tl.num_programs(0), num_stages=3):
-        first = block * HEIGHT
-        numbers = first + tl.arange(0, HEIGHT)
+    for index in tl.range(tl.program_id(0), tl.cdiv(height, HEIGHT) * ROWS, tl.num_programs(0), num_stages=3):
+        row = (index + first) % ROWS
+        line = (index // ROWS) * HEIGHT
+        numbers = line + tl.arange(0, HEIGHT)
         elements = numbers[:, None].to(tl.int64) * WIDTH + columns[None, :]
-        values = tl.load(source + elements, mask=(numbers < height)[:, None], other=0.0)
-        lines.atomic_add([first, 0], values.to(tl.float32))  # lines past the end are left out
-    if tl.program_id(0) == 0:
+        values = tl.load(
+            source + row.to(tl.int64) * count + elements, mask=(numbers < height)[:, None], other=0.0
+        ).to(tl.float32)
+        # Lines past the end of a descriptor are left out.
+        if row == 0:
+            lines0.atomic_add([line, 0], values)
+        if ROWS > 1:
+            if row == 1:
+                lines1.atomic_add([line, 0], values)
+        if ROWS > 2:
+            if row == 2:
+                lines2.atomic_add([line, 0], values)
+        if ROWS > 3:
+            if row == 3:
+                lines3.atomic_add([line, 0], values)
+        if ROWS > 4:
+            if row == 4:
+                lines4.atomic_add([line, 0], values)
+        if ROWS > 5:
+            if row == 5:
+                lines5.atomic_add([line, 0], values)
+        if ROWS > 6:
+            if row == 6:
+                lines6.atomic_add([line, 0], values)
+        if ROWS > 7:
+            if row == 7:
+                lines7.atomic_add([line, 0], values)
+    if tl.program_id(0) < ROWS:
+        row = tl.program_id(0)
         rest = height.to(tl.int64) * WIDTH + columns
-        values = tl.load(source + rest, mask=rest < count).to(tl.float32)
+        values = tl.load(source + row.to(tl.int64) * count + rest, mask=rest < count).to(tl.float32)
+        target = tl.load(addresses + row).to(tl.pointer_type(tl.float32))
         tl.atomic_add(target + rest, values, mask=rest < count, sem="relaxed", scope="sys")
 
 
