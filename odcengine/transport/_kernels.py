@@ -75,15 +75,14 @@ def bulk_add_kernel(
     """
     height = count // WIDTH
     columns = tl.arange(0, WIDTH)
+    heights = tl.arange(0, HEIGHT)[:, None]
+    elements = heights * WIDTH + columns[None, :]
     for index in tl.range(tl.program_id(0), tl.cdiv(height, HEIGHT) * ROWS, tl.num_programs(0), num_stages=3):
         row = (index + first) % ROWS
         line = (index // ROWS) * HEIGHT
-        numbers = line + tl.arange(0, HEIGHT)
-        elements = numbers[:, None].to(tl.int64) * WIDTH + columns[None, :]
-        values = tl.load(
-            source + row.to(tl.int64) * count + elements, mask=(numbers < height)[:, None], other=0.0
-        ).to(tl.float32)
-        # Lines past the end of a descriptor are left out.
+        block = source + row.to(tl.int64) * count + line.to(tl.int64) * WIDTH
+        # Lines past the end are loaded as zeros, and left out by the descriptor.
+        values = tl.load(block + elements, mask=heights < height - line, other=0.0).to(tl.float32)
         if row == 0:
             lines0.atomic_add([line, 0], values)
         if ROWS > 1:

@@ -82,6 +82,7 @@ class CudaP2PTransport(Transport):
         self._push_stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         self._pushes = deque((_event(), _event()) for _ in range(_PUSHES_IN_FLIGHT))  # source ready, added
         self._barriers = 0
+        self._passed = _event()
         self._lanes = 1 << (grid.node_size - 1).bit_length()
         # Read and written by kernels while they run; pinned memory is mapped into the device's addresses.
         self._abort = torch.zeros(1, dtype=torch.int64, pin_memory=True)
@@ -309,6 +310,8 @@ class CudaP2PTransport(Transport):
     def barrier(self, meeting: Meeting, number: int = 0) -> float:
         self._raise_status()
         current = torch.cuda.current_stream(self._device)
+        # Barriers on different streams (in lock-step) come one after the other, as their numbers do.
+        current.wait_event(self._passed)
         current.wait_stream(self._push_stream)
         for stream in self._pull_streams.values():
             if stream != current:
@@ -318,6 +321,7 @@ class CudaP2PTransport(Transport):
         self._signal(_ARRIVED, self._barriers)
         self._on_host(lambda: self.control.barrier(meeting, number))
         self._wait_for(_ARRIVED, 0, self.grid.node_size, self._barriers)
+        self._passed.record(current)
         return 0.0
 
     def _on_host(self, wait: Any) -> None:
