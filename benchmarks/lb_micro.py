@@ -2,9 +2,10 @@
 
     python benchmarks/lb_micro.py demo_out/tokens
 
-`peers`: an equal number of samples a rank by the largest differencing method (Karmarkar and Karp), each rank's
-samples by the same method into as many micro-batches as the rank that needs most, heaviest first. `ours`:
-the planner of odcengine. Printed: predicted time over that of `lb_mini` on demand, 200 minibatches, two ranks.
+`peers`: an equal number of samples a rank by the largest differencing method (Karmarkar and Karp), each
+rank's samples by the same method into as many micro-batches as the rank that needs most, heaviest first.
+`ours`: the planner of odcengine. Printed: predicted time over that of `lb_mini` on demand, for 200
+minibatches and two ranks.
 """
 
 from __future__ import annotations

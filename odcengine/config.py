@@ -129,7 +129,9 @@ class AdamWParams(_Section):
         default=0.0, ge=0, description="Decoupled weight decay (torch's AdamW has 0.01 by default)."
     )
     amsgrad: bool = Field(default=False, description="Use the AMSGrad variant.")
-    fused: bool | None = Field(default=None, description="torch's fused kernel; null lets torch decide.")
+    fused: bool | None = Field(
+        default=None, description="torch's fused kernel; null: where torch has one, unless foreach is set."
+    )
     foreach: bool | None = Field(default=None, description="torch's multi-tensor code; null: torch decides.")
 
 
@@ -150,7 +152,9 @@ class SgdParams(_Section):
     dampening: Float = Field(default=0.0, description="Dampening of the momentum.")
     weight_decay: Float = Field(default=0.0, ge=0, description="L2 weight decay.")
     nesterov: bool = Field(default=False, description="Nesterov momentum; needs momentum > 0, no dampening.")
-    fused: bool | None = Field(default=None, description="torch's fused kernel; null lets torch decide.")
+    fused: bool | None = Field(
+        default=None, description="torch's fused kernel; null: where torch has one, unless foreach is set."
+    )
     foreach: bool | None = Field(default=None, description="torch's multi-tensor code; null: torch decides.")
 
 
