@@ -101,11 +101,34 @@ def packed_attention(
             **kwargs,
         )
         return output
+    if torch.compiler.is_compiling():
+        from odcengine.models.compiled import compiled_attention
+
+        return compiled_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            cu_seq_lens_q=cu_seq_lens_q,
+            odc_segments=odc_segments,
+            sliding_window=sliding_window,
+            **kwargs,
+        )
     # The tensor has the last word wherever reading it makes nobody wait.
     segments = odc_segments
     if segments is None or not cu_seq_lens_q.is_cuda or len(segments.boundaries) != len(cu_seq_lens_q):
         segments = Segments(cu_seq_lens_q.tolist())
-    _check_packed_call(module, query, key, attention_mask, is_causal, segments, kwargs)
+    check_arguments(module, query, key, attention_mask, is_causal, kwargs)
+    boundaries = segments.boundaries
+    if boundaries[0] != 0 or boundaries[-1] != query.shape[2]:
+        raise UsageError(
+            f"{type(module).__name__}: boundaries run from {boundaries[0]} to {boundaries[-1]}, but the row "
+            f"from 0 to {query.shape[2]}"
+        )
     if can_use_varlen(query, key, value, dropout):
         window = sliding_window if sliding_window is not None and segments.longest > sliding_window else None
         return varlen_attention(
@@ -116,16 +139,28 @@ def packed_attention(
     ), None
 
 
-def _check_packed_call(
+def check_arguments(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
     is_causal: bool | None,
-    segments: Segments,
     arguments: dict[str, Any],
 ) -> None:
-    where, boundaries = type(module).__name__, segments.boundaries
+    """Refuse a call with a packed row that :func:`packed_attention` cannot compute exactly.
+
+    Args:
+        module: the attention layer.
+        query: as in :func:`packed_attention`, like the following.
+        key: as above.
+        attention_mask: as above.
+        is_causal: as above.
+        arguments: what else transformers passes.
+
+    Raises:
+        UsageError: names the layer and the argument.
+    """
+    where = type(module).__name__
     if attention_mask is not None:
         raise UsageError(f"{where}: a packed row takes no attention_mask; its boundaries say what is seen")
     _check_causal(module, is_causal)
@@ -133,11 +168,6 @@ def _check_packed_call(
         raise UsageError(
             f"{where}: a packed row has batch size 1 and no key-value cache, but the query has shape "
             f"{list(query.shape)} and the key {list(key.shape)}; call the model with use_cache=False"
-        )
-    if boundaries[0] != 0 or boundaries[-1] != query.shape[2]:
-        raise UsageError(
-            f"{where}: boundaries run from {boundaries[0]} to {boundaries[-1]}, but the row from 0 to "
-            f"{query.shape[2]}"
         )
     _check_arguments(module, arguments)
 
@@ -268,18 +298,25 @@ def _enter_row(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a model runs on a packed row: no masks, please.
 
     transformers looks at the positions of every row to find out whether it is packed, and the host waits
-    until the device has told. With an attention that it knows no masks for it does not look.
+    until the device has told. With an attention that it knows no masks for it does not look. Only the model
+    itself, which makes the masks, gets the other name: its layers keep their configuration, because those
+    that are compiled were compiled for it, and are recomputed when the row has been left.
     """
     config: Any = module.config
     is_row = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("attention_mask") is None
     if is_row and config._attn_implementation == PACKED_ATTENTION:
-        config._attn_implementation = _PACKED_ROWS
+        row_config = copy.copy(config)
+        for name in config.sub_configs:  # the name is passed on to them
+            setattr(row_config, name, copy.copy(getattr(config, name, None)))
+        row_config._attn_implementation = _PACKED_ROWS
+        row_config._odc_outside = config
+        module.config = row_config
 
 
 def _leave_row(module: nn.Module, args: Any, output: Any) -> None:
     config: Any = module.config
     if config._attn_implementation == _PACKED_ROWS:
-        config._attn_implementation = PACKED_ATTENTION
+        module.config = config._odc_outside
 
 
 @torch.no_grad()

@@ -19,9 +19,13 @@ _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
 
 
+Kernels = tuple[Callable[..., Any], frozenset[str]]
+"""torch's function, and the names of its arguments."""
+
+
 @functools.cache
-def _varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
-    """torch's function and the names of its arguments, or None where there is none that can be used."""
+def varlen_kernels() -> Kernels | None:
+    """What :func:`varlen_attention` calls, or None where torch has nothing that can be used."""
     if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return None
     try:
@@ -43,17 +47,24 @@ def can_use_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     """
     head_dim = query.shape[-1]
     return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
+        query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and head_dim == key.shape[-1] == value.shape[-1]
         and head_dim <= _MAX_HEAD_DIM
         and head_dim % _HEAD_DIM_MULTIPLE == 0
         and query.shape[1] % key.shape[1] == 0
         and dropout == 0.0
+        and kernels_run_on(query.device)
+    )
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether a device has the kernels; the part of :func:`can_use_varlen` that does not look at tensors."""
+    return (
+        device.type == "cuda"
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and _varlen_attn() is not None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and varlen_kernels() is not None
     )
 
 
@@ -66,6 +77,7 @@ def varlen_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """Causal attention within each segment of a packed row, in one launch.
 
@@ -78,11 +90,12 @@ def varlen_attention(
         max_length: tokens of the longest segment.
         scaling: factor of the scores; ``head_dim ** -0.5`` if None.
         sliding_window: tokens that a token sees at most, itself included; all before it if None.
+        kernels: :func:`varlen_kernels`, for a caller that dynamo traces: it cannot look for them.
 
     Returns:
         ``[1, T, heads, head_dim]``.
     """
-    found = _varlen_attn()
+    found = kernels or varlen_kernels()
     if found is None:
         raise RuntimeError("varlen_attention: this torch cannot; ask can_use_varlen first")
     function, names = found

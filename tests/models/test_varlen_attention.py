@@ -76,7 +76,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     """In place of torch's function, with the arguments that it has in two versions."""
     names = {"scale", "window_size", *(["enable_gqa"] if request.param == "2.12" else [])}
     found = Kernel()
-    monkeypatch.setattr(varlen, "_varlen_attn", lambda: (found, frozenset(names)))
+    monkeypatch.setattr(varlen, "varlen_kernels", lambda: (found, frozenset(names)))
     monkeypatch.setattr(packed, "can_use_varlen", lambda *_: True)
     return found
 
@@ -118,7 +118,7 @@ def test_equals_sample_by_sample(
 
 
 def test_fewer_key_value_heads_are_announced_where_torch_wants_it(kernel: Kernel) -> None:
-    names = varlen._varlen_attn()
+    names = varlen.varlen_kernels()
     assert names is not None
     boundaries = torch.tensor([0, 9], dtype=torch.int32)
     for kv_heads in (4, 2):
