@@ -29,8 +29,8 @@ REFUSED_VALUES: dict[str, tuple[tuple[Any, str], ...]] = {
     ),
     "odc.backend": (("deepspeed", f"deepspeed {_LATER}; expected fsdp2"),),
     "odc.transport": tuple(
-        (name, f"{name} is planned, but {_LATER}; expected auto, shm, cuda_p2p or collective")
-        for name in ("mpi", "nvshmem")
+        (name, f"{name} is planned, but {_LATER}; expected auto, shm, cuda_p2p, nvshmem or collective")
+        for name in ("mpi",)
     ),
     "odc.deterministic": (
         (
@@ -371,6 +371,14 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             )
     elif odc.lockstep and balance.strategy == "lb_mini":
         yield strategy, f"lb_mini cannot run with odc.lockstep: true; expected {equal}"
+    other = {"shm": "cuda", "cuda_p2p": "cpu", "nvshmem": "cpu"}.get(odc.transport)
+    if other is not None and odc.device == other:
+        yield (
+            ("odc.device", "odc.transport"),
+            f"ranks on {other} cannot use odc.transport: {odc.transport}; expected auto",
+        )
+    if odc.unmapped and odc.transport != "nvshmem":
+        yield ("odc.unmapped", "odc.transport"), "is a test switch of odc.transport: nvshmem; remove it"
     if odc.node_size is not None and odc.sharding == "full":
         yield (
             ("odc.node_size", "odc.sharding"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ from odcengine.monitor import Monitor
 from odcengine.optim import build_optimizer, build_scheduler
 from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
-from odcengine.sharding.layout import find_groups
-from odcengine.sharding.on_demand import OnDemandSharding
+from odcengine.sharding.layout import ParamGroup, find_groups
+from odcengine.sharding.on_demand import OnDemandSharding, plan_windows
 from odcengine.sharding.wrap import block_modules, check_model, shard_model
 from odcengine.start import Job, equalize_weights, join
 from odcengine.topology import read_rank_info
@@ -110,6 +110,8 @@ def initialize(
             training_data = _open_data(settings, training_data)
             if training_data is not None:
                 loader = _build_loader(model, training_data, settings, job, collate_fn, length_fn, loss_fn)
+            if settings.model.compile:  # after the loader has tried the model, which would compile for that
+                _compile(model, blocks)
             sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer)
             made = _build_optimizer(settings, optimizer, parameters)
             scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
@@ -156,6 +158,17 @@ def _build_model(config: Config, model: nn.Module | None) -> nn.Module:
     if section.gradient_checkpointing:
         enable_checkpointing(model)
     return model
+
+
+def _compile(model: nn.Module, blocks: list[nn.Module]) -> None:
+    from odcengine.models import compiled  # imports dynamo, which takes a second
+
+    if not blocks:
+        raise ConfigError(
+            f"model.compile: no blocks are known of {type(model).__name__}, and only blocks are compiled; name "
+            "their classes in odc.wrap, or set it to false"
+        )
+    compiled.compile_blocks(blocks)
 
 
 def _open_data(config: Config, training_data: Any | None) -> Any | None:
@@ -246,7 +259,7 @@ def _shard(
     groups = find_groups(model, param_dtype)
     if collective:
         return CollectiveSharding(model, groups, job.control), None, parameters
-    transport = _make_transport(job)
+    transport = _make_transport(job, config, groups)
     sharding = OnDemandSharding(
         model,
         groups,
@@ -258,13 +271,23 @@ def _shard(
     return sharding, transport, parameters
 
 
-def _make_transport(job: Job) -> Transport:
-    grid = Grid.of(job.topology)
-    if job.device.type == "cpu":
+def _make_transport(job: Job, config: Config, groups: Sequence[ParamGroup]) -> Transport:
+    grid, device = Grid.of(job.topology), job.device.torch_device
+    if device.type == "cpu":
         return ShmTransport(job.control, grid)
+    if config.odc.transport == "nvshmem":
+        from odcengine.transport.nvshmem import HEAP_SLACK, NvshmemTransport, Ring, start_nvshmem
+
+        ring, (rank, world_size) = (
+            Ring(unmapped=config.odc.unmapped),
+            (job.topology.rank, job.topology.world_size),
+        )
+        needed = plan_windows(groups, grid.num_nodes).total_nbytes + ring.nbytes(grid.node_size) + HEAP_SLACK
+        library = start_nvshmem(rank, world_size, device, needed, job.start_group)
+        return NvshmemTransport(job.control, grid, device, job.start_group, library, ring)
     from odcengine.transport.cuda_p2p import CudaP2PTransport
 
-    return CudaP2PTransport(job.control, grid, job.device.torch_device, job.node_group)
+    return CudaP2PTransport(job.control, grid, device, job.node_group)
 
 
 def _rename_groups(

@@ -294,11 +294,15 @@ class Odc(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where ranks compute; auto: one GPU a rank where there are any."
     )
-    transport: Literal["auto", "shm", "cuda_p2p", "collective"] = Field(
+    transport: Literal["auto", "shm", "cuda_p2p", "nvshmem", "collective"] = Field(
         default="auto",
         description="shm: shared memory between CPU ranks of one host; cuda_p2p: GPUs of one node that "
-        "address each other's memory (NVLink, PCIe); collective: FSDP2's own collectives, the baseline; "
-        "auto: the best one-sided transport for the ranks, never collective.",
+        "address each other's memory (NVLink, PCIe); nvshmem: GPUs through NVSHMEM's heap; collective: "
+        "FSDP2's own collectives, the baseline; auto: the best one-sided transport for the ranks, never collective.",
+    )
+    unmapped: bool = Field(
+        default=False,
+        description="Test switch of nvshmem: treat every other rank as one whose memory is not mapped here.",
     )
     lockstep: bool = Field(
         default=False,
@@ -319,7 +323,8 @@ class Odc(_Section):
         default=600.0,
         gt=0,
         le=MAX_SECONDS,
-        description="Longest time in seconds that an awaited rank may make no progress.",
+        description="Longest time in seconds that an awaited rank may make no progress; a rank that compiles "
+        "(model.compile) makes none.",
     )
     startup_timeout_s: Float = Field(
         default=600.0,
@@ -362,6 +367,12 @@ class Model(_Section):
         default=False,
         description="Keep only the inputs of the blocks for the backward and compute the rest again; also "
         "for a model from the script.",
+    )
+    compile: bool = Field(
+        default=False,
+        description="Compile every block (the modules of odc.wrap) with torch.compile: fewer kernels and "
+        "less work for the host, after minutes of compiling in the first minibatch; also for a model from "
+        "the script.",
     )
 
 

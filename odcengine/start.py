@@ -152,7 +152,7 @@ def _start_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
 
 
 def _wanted_device(config: Config) -> str:
-    needed = {"shm": "cpu", "cuda_p2p": "cuda"}.get(config.odc.transport, "auto")
+    needed = {"shm": "cpu", "cuda_p2p": "cuda", "nvshmem": "cuda"}.get(config.odc.transport, "auto")
     return needed if config.odc.device == "auto" else config.odc.device
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import ConfigError, DeadlineError, OdcError, PeerError
-from odcengine.transport.base import Grid, Transport, Window, WindowPlan
+from odcengine.transport.base import ALIGNMENT, Grid, Transport, Window, WindowPlan, WindowSpec
 
 try:
     from odcengine.transport import _kernels
@@ -62,6 +62,8 @@ class CudaP2PTransport(Transport):
         ConfigError: a pair of GPUs cannot address each other's memory; names it.
     """
 
+    name = "cuda_p2p"
+
     def __init__(
         self, control: ControlBlock, grid: Grid, device: torch.device, group: dist.ProcessGroup
     ) -> None:
@@ -69,12 +71,13 @@ class CudaP2PTransport(Transport):
         self._device = device
         self._group = group
         self._windows: list[Window] = []
-        self._views: list[list[torch.Tensor]] = []  # [window][peer]: [M, n]
+        self._offsets: list[int] = []  # [window]: where it lies in every arena
+        self._views: list[list[torch.Tensor | None]] = []  # [window][peer]: [M, n]; None: not mapped here
         self._addresses: list[torch.Tensor] = []  # [window]: int64 [W], where each shard's row lies
         self._lines: dict[int, list[Any]] = {}  # [window]: all owners' rows, for bulk reductions
         self._compiled: dict[tuple[int, torch.dtype], Any] = {}
         self._bulk = torch.cuda.get_device_capability(device) >= (9, 0)
-        self._memory: list[torch.Tensor] = []  # each peer's arena, mapped here
+        self._memory: list[torch.Tensor | None] = []  # each peer's arena, where it is mapped here
         self._handle: Any = None
         self._seen_by_host = [-1] * grid.node_size
         self._seen_by_stream: dict[tuple[int, int], int] = {}
@@ -104,42 +107,63 @@ class CudaP2PTransport(Transport):
 
     def allocate(self, plan: WindowPlan) -> list[Window]:
         if self._windows:
-            raise OdcError("cuda_p2p transport: windows are allocated once, in one plan")
+            raise OdcError(f"{self.name} transport: windows are allocated once, in one plan")
         size = self.grid.node_size
-        words_at = plan.total_nbytes
-        total = words_at + 2 * size * _WORD
+        self._words_at = plan.total_nbytes
+        extra_at = -(-(self._words_at + 2 * size * _WORD) // ALIGNMENT) * ALIGNMENT
+        total = extra_at + self._extra_nbytes()
         self._check_memory(total)
         own = self._map(total)
+        self._all_mapped = len(self._mapped()) == size
         own.zero_()
         for spec, offset in zip(plan.specs, plan.offsets, strict=True):
-            views = [
-                arena[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
-                for arena in self._memory
-            ]
-            addresses = [0] * (self.grid.num_nodes * size)
-            for node, row in enumerate(self.grid.shards):
-                for peer, shard in enumerate(row):
-                    addresses[shard] = (
-                        self._memory[peer].data_ptr() + offset + node * spec.shape[1] * spec.dtype.itemsize
-                    )
-            self._views.append(views)
-            self._addresses.append(torch.tensor(addresses, device=self._device))
-            self._windows.append(Window(len(self._windows), spec, views[self.grid.local]))
-        self._words = own[words_at:].view(torch.int64).view(2, size)
+            self._add_window(spec, offset)
+        self._words = own[self._words_at :][: 2 * size * _WORD].view(torch.int64).view(2, size)
         self._remote_words = [
             torch.tensor(
-                [
-                    arena.data_ptr() + words_at + (kind * size + self.grid.local) * _WORD
-                    for arena in self._memory
-                ],
+                [arena.data_ptr() + self._word_at(kind, self.grid.local) for arena in self._mapped()],
                 device=self._device,
             )
             for kind in (_PUBLISHED, _ARRIVED)
         ]
+        self._use_extra(own, extra_at)
         torch.cuda.synchronize(self._device)  # zeros are there before any peer adds or signals
         self.control.barrier(Meeting.ALLOCATE)
         self._warm_up()
         return list(self._windows)
+
+    def _add_window(self, spec: WindowSpec, offset: int) -> None:
+        views: list[torch.Tensor | None] = [
+            None if arena is None else arena[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
+            for arena in self._memory
+        ]
+        addresses = [0] * (self.grid.num_nodes * self.grid.node_size)
+        for node, row in enumerate(self.grid.shards):
+            for peer, shard in enumerate(row):
+                arena = self._memory[peer]
+                if arena is not None:
+                    within = offset + node * spec.shape[1] * spec.dtype.itemsize
+                    addresses[shard] = arena.data_ptr() + within
+        own = views[self.grid.local]
+        assert own is not None  # a rank's own memory is there
+        self._offsets.append(offset)
+        self._views.append(views)
+        self._addresses.append(torch.tensor(addresses, device=self._device))
+        self._windows.append(Window(len(self._windows), spec, own))
+
+    def _mapped(self) -> list[torch.Tensor]:
+        return [arena for arena in self._memory if arena is not None]
+
+    def _word_at(self, kind: int, index: int) -> int:
+        """Offset of a word in every arena, in bytes."""
+        return self._words_at + (kind * self.grid.node_size + index) * _WORD
+
+    def _extra_nbytes(self) -> int:
+        """Bytes that a subclass needs behind windows and words, equal on all ranks."""
+        return 0
+
+    def _use_extra(self, own: torch.Tensor, offset: int) -> None:
+        """Where they lie: from ``offset`` of each arena on."""
 
     def _check_memory(self, total: int) -> None:
         free, size = torch.cuda.mem_get_info(self._device)
@@ -179,7 +203,9 @@ class CudaP2PTransport(Transport):
 
     def pull(self, window: Window, peer: int, node: int, out: torch.Tensor, offset: int = 0) -> None:
         # narrow() refuses what lies outside; a slice would be cut short, and one element broadcast.
-        out.copy_(self._views[window.index][peer][node].narrow(0, offset, out.numel()), non_blocking=True)
+        view = self._views[window.index][peer]
+        assert view is not None  # all are mapped, or a subclass takes another way
+        out.copy_(view[node].narrow(0, offset, out.numel()), non_blocking=True)
         stream = torch.cuda.current_stream(self._device)
         self._pull_streams.setdefault(stream.cuda_stream, stream)
         self.traffic.num_pulls += 1
@@ -235,7 +261,7 @@ class CudaP2PTransport(Transport):
                 count,
                 offset,
                 self.control.topology.rank % count,
-                element=_element(window.spec.dtype),
+                element=element_of(window.spec.dtype),
                 BLOCK=_BLOCK,
                 num_warps=_WARPS,
             )
@@ -245,6 +271,7 @@ class CudaP2PTransport(Transport):
         count, numel = rows.shape
         return (
             self._bulk
+            and self._all_mapped
             and count == len(self._views[window.index]) <= _kernels.MAX_BULK_ROWS
             and rows.element_size() == 2
             and window.spec.dtype == torch.float32
@@ -285,6 +312,7 @@ class CudaP2PTransport(Transport):
         height = window.spec.shape[1] // _LINE
         lines: dict[int, Any] = {}
         for peer, view in enumerate(self._views[window.index]):
+            assert view is not None  # see _goes_in_bulk
             matrix = view[0, : height * _LINE].view(height, _LINE)
             lines[self.grid.shards[0][peer]] = _kernels.TensorDescriptor.from_tensor(matrix, [_LINES, _LINE])
         ordered = [lines[shard] for shard in sorted(lines)]
@@ -332,14 +360,16 @@ class CudaP2PTransport(Transport):
             raise
 
     def _signal(self, kind: int, value: int) -> None:
-        _kernels.signal_kernel[(1,)](
-            self._remote_words[kind], value, self.grid.node_size, LANES=self._lanes, num_warps=1
-        )
+        addresses = self._remote_words[kind]
+        _kernels.signal_kernel[(1,)](addresses, value, len(addresses), LANES=self._lanes, num_warps=1)
 
     def _wait_for(self, kind: int, first: int, count: int, value: int) -> None:
+        self._wait_for_words(self._words[kind, first:], count, value)
+
+    def _wait_for_words(self, words: torch.Tensor, count: int, value: int) -> None:
         limit_ns = int(self.control.timeout_s * 1e9)
         _kernels.wait_kernel[(1,)](
-            self._words[kind, first:],
+            words,
             value,
             count,
             self._abort,
@@ -364,7 +394,7 @@ class CudaP2PTransport(Transport):
     def close(self, meeting: Meeting | None = Meeting.CLOSE) -> None:
         if meeting is None:
             self.abort()
-        elif self._handle is not None:
+        elif self._memory:
             self.barrier(meeting)
             torch.cuda.synchronize(self._device)
         if self.abort in self.control.failure_listeners:
@@ -382,5 +412,6 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _element(dtype: torch.dtype) -> Any:
+def element_of(dtype: torch.dtype) -> Any:
+    """A dtype as Triton names it."""
     return getattr(_kernels.tl, _ELEMENTS[dtype])

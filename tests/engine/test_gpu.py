@@ -23,6 +23,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2x1": (2, {"sharding": "hybrid", "node_size": 1}),
     "collective": (2, {"transport": "collective"}),
     "lockstep": (2, {"lockstep": True}),
+    "nvshmem": (2, {"transport": "nvshmem"}),
+    "unmapped": (2, {"transport": "nvshmem", "unmapped": True}),
     "4": (4, {}),
     "2x2": (4, {"sharding": "hybrid", "node_size": 2}),
     "8": (8, {}),

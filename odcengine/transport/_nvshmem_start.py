@@ -1,0 +1,193 @@
+"""Starting NVSHMEM: one explicit step on all ranks, with a heap that is large enough for the model.
+
+NVSHMEM is one runtime a process. A second start with another set of ranks would be ignored by the library
+without a word, so what is running already is adopted only where rank and size agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odcengine.errors import ConfigError, OdcError
+
+logger = logging.getLogger(__name__)
+
+SIZE_VARIABLE = "NVSHMEM_SYMMETRIC_SIZE"
+HEAP_GRANULARITY = 512 << 20
+"""NVSHMEM grows and rounds its heap in steps of this many bytes."""
+
+_SUFFIXES = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_VMM_HINT = (
+    "On some virtual machines NVSHMEM's heap needs NVSHMEM_DISABLE_CUDA_VMM=1: set it and start again (then "
+    f"{SIZE_VARIABLE} is a hard limit)"
+)
+
+
+def parse_symmetric_size(text: str) -> int:
+    """Bytes that a value of ``NVSHMEM_SYMMETRIC_SIZE`` stands for.
+
+    As in NVSHMEM: a number, fractions allowed, and one of k, m, g, t (powers of 1024), case ignored. Text
+    after the suffix, which the library passes over, is refused here.
+
+    Raises:
+        ConfigError: not such a value.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([kmgt]?)", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(
+            f"environment: {SIZE_VARIABLE}={text!r}; expected a number of bytes above 0 with an optional "
+            "suffix k, m, g or t (powers of 1024), for example 6G or 1.5g"
+        )
+    return math.ceil(float(match[1]) * (1 << _SUFFIXES[match[2]]))
+
+
+def plan_heap(needed: int, environ: Mapping[str, str]) -> tuple[int, str]:
+    """The size of the symmetric heap of a rank.
+
+    Args:
+        needed: bytes that the model's windows and buffers take.
+        environ: the process's variables; ``NVSHMEM_SYMMETRIC_SIZE`` is the user's wish.
+
+    Returns:
+        Bytes, and why that many.
+
+    Raises:
+        ConfigError: the user's size is below what is needed, or malformed.
+    """
+    text = environ.get(SIZE_VARIABLE)
+    if text is None:
+        size = -(-needed // HEAP_GRANULARITY) * HEAP_GRANULARITY
+        return size, f"{needed / 2**30:.2f} GiB for the model, rounded up to {HEAP_GRANULARITY >> 20} MiB"
+    size = parse_symmetric_size(text)
+    if size < needed:
+        raise ConfigError(
+            f"environment: {SIZE_VARIABLE}={text} is {size} bytes a GPU, but the model's windows need "
+            f"{needed}; remove it (odcengine sets it), or give more"
+        )
+    return size, f"given by {SIZE_VARIABLE}"
+
+
+@dataclass(frozen=True)
+class Nvshmem:
+    """The running library.
+
+    Attributes:
+        core: the module ``nvshmem.core``.
+        bindings: the module ``nvshmem.bindings``.
+        version: of library, specification and Python package, for logs.
+    """
+
+    core: Any
+    bindings: Any
+    version: str
+
+
+def start_nvshmem(
+    rank: int, world_size: int, device: torch.device, needed: int, host_group: dist.ProcessGroup
+) -> Nvshmem:
+    """Start NVSHMEM on all ranks, or adopt it where it runs with these ranks. Collective.
+
+    Args:
+        rank: global rank; becomes the PE.
+        world_size: number of ranks.
+        device: this rank's GPU; current.
+        needed: bytes of symmetric memory that will be allocated, equal on all ranks.
+        host_group: process group of all ranks, for tensors of the host.
+
+    Returns:
+        The library.
+
+    Raises:
+        ConfigError: nvshmem4py is missing, versions or sizes do not fit, or NVSHMEM runs with other ranks.
+        OdcError: the library does not start.
+    """
+    try:
+        from nvshmem import bindings, core
+    except ImportError as error:
+        raise ConfigError(
+            f"odc.transport: nvshmem needs nvshmem4py ({error}); pip install 'odcengine[cuda12]' or cuda13"
+        ) from error
+    found = core.get_version()
+    version = (
+        f"NVSHMEM {found.libnvshmem_version}, OpenSHMEM {found.openshmem_spec_version}, nvshmem4py "
+        f"{found.nvshmem4py_version}"
+    )
+    _compare_versions(version, rank, world_size, host_group)
+    library = Nvshmem(core, bindings, version)
+    if core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED:
+        _adopt(library, rank, world_size)
+        return library
+    size, reason = plan_heap(needed, os.environ)
+    os.environ[SIZE_VARIABLE] = str(size)
+    if rank == 0:
+        logger.info("%s; %s=%d (%s)", version, SIZE_VARIABLE, size, reason)
+    _init(library, rank, world_size, device, host_group)
+    return library
+
+
+def _compare_versions(version: str, rank: int, world_size: int, group: dist.ProcessGroup) -> None:
+    text = version.encode().ljust(256)[:256]
+    rows = [torch.zeros(256, dtype=torch.uint8) for _ in range(world_size)]
+    dist.all_gather(rows, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=group)
+    versions = [bytes(row.tolist()).decode().strip() for row in rows]
+    odd = [other for other, text in enumerate(versions) if text != versions[0]]
+    if odd:
+        raise ConfigError(
+            f"odc.transport: nvshmem: rank 0 has {versions[0]}, rank {odd[0]} has {versions[odd[0]]}; "
+            "install the same on all hosts"
+        )
+
+
+def _adopt(library: Nvshmem, rank: int, world_size: int) -> None:
+    pe, size = library.core.my_pe(), library.core.n_pes()
+    if (pe, size) != (rank, world_size):
+        raise ConfigError(
+            f"NVSHMEM is running in this process already, as PE {pe} of {size}, but this job has rank {rank} "
+            f"of {world_size}; a process has one NVSHMEM, so let odcengine.initialize start it, or start it "
+            "with the job's ranks"
+        )
+    logger.info("%s was running, as PE %d of %d; it is used as it is", library.version, pe, size)
+
+
+def _init(
+    library: Nvshmem, rank: int, world_size: int, device: torch.device, group: dist.ProcessGroup
+) -> None:
+    from cuda.core import Device
+
+    unique_id = library.core.get_unique_id(empty=rank != 0)
+    # The id is a plain structure; its bytes travel as a tensor.
+    content = torch.from_numpy(unique_id._data.view("u1").reshape(-1))
+    dist.broadcast(content, src=0, group=group)
+    current = Device(device.index)
+    current.set_current()
+    try:
+        library.core.init(
+            device=current, uid=unique_id, rank=rank, nranks=world_size, initializer_method="uid"
+        )
+    except Exception as error:
+        raise OdcError(f"NVSHMEM does not start on rank {rank}, {device}: {error}. {_VMM_HINT}") from error
+
+
+def allocate_symmetric(library: Nvshmem, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Symmetric memory of this rank. Collective, with the same size on all ranks.
+
+    Raises:
+        OdcError: the heap is too small or broken; names the size.
+    """
+    try:
+        arena: torch.Tensor = library.core.tensor((nbytes,), dtype=torch.uint8, except_on_del=False)
+    except Exception as error:
+        raise OdcError(
+            f"NVSHMEM cannot allocate {nbytes / 2**30:.2f} GiB of symmetric memory on {device}: {error}. "
+            f"{_VMM_HINT}"
+        ) from error
+    return arena

@@ -1,0 +1,394 @@
+"""GPUs of any hosts through NVSHMEM: its symmetric heap instead of torch's symmetric memory.
+
+Peers whose memory is mapped here are treated as in ``cuda_p2p``. To a peer that is not mapped nothing but
+NVSHMEM's own operations leads: a pull is a ``get`` on the stream. A push is a message into a ring in the
+owner's memory, a put with signal; a thread of the owner's process watches the signals and enqueues the
+additions. A ring has a few slots for each pusher, and a pusher waits on its stream until one is free, with a
+deadline. At the barrier each pusher tells each owner how many messages it has sent in all, and the owner goes
+on when it has added exactly that many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from odcengine.control import ControlBlock, Meeting
+from odcengine.errors import OdcError
+from odcengine.transport import _kernels
+from odcengine.transport._nvshmem_start import Nvshmem, allocate_symmetric, start_nvshmem
+from odcengine.transport.base import ALIGNMENT, Grid, Window
+from odcengine.transport.cuda_p2p import CudaP2PTransport, element_of
+
+__all__ = ["HEAP_SLACK", "NvshmemTransport", "Ring", "start_nvshmem"]
+
+logger = logging.getLogger(__name__)
+
+HEAP_SLACK = 64 << 20
+"""Bytes of the heap beside windows and rings: NVSHMEM's own, rounding."""
+
+_PUT, _FREED, _SENT = 0, 1, 2  # rows of words, one word a peer
+_WORD = 8
+_HEADER = 64  # bytes: number of the message, window, node, offset, elements, dtype
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LONGEST_NAP_S = 2e-4
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How messages to peers that are not mapped are held.
+
+    Attributes:
+        slots: for each pusher, at each owner.
+        chunk_nbytes: largest content of a message.
+        unmapped: treat all other ranks as not mapped, for tests.
+    """
+
+    slots: int = 8
+    chunk_nbytes: int = 4 << 20
+    unmapped: bool = False
+
+    @property
+    def slot_nbytes(self) -> int:
+        """A message with its header."""
+        return _HEADER + self.chunk_nbytes
+
+    def nbytes(self, node_size: int) -> int:
+        """Bytes of an arena: words, the slots of all pushers, one message on its way out, one pull."""
+        words = -(-3 * node_size * _WORD // ALIGNMENT) * ALIGNMENT
+        return words + (node_size * self.slots + 1) * self.slot_nbytes + self.chunk_nbytes
+
+
+class NvshmemTransport(CudaP2PTransport):
+    """Windows in NVSHMEM's heap; see :class:`Transport` for the contract.
+
+    Args:
+        control: the node's control block.
+        grid: owners of the shards.
+        device: this rank's GPU; the current one.
+        group: process group of all ranks, for tensors of the host.
+        library: NVSHMEM, running with the job's ranks as PEs.
+        ring: sizes of the message rings.
+    """
+
+    name = "nvshmem"
+
+    def __init__(
+        self,
+        control: ControlBlock,
+        grid: Grid,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        library: Nvshmem,
+        ring: Ring | None = None,
+    ) -> None:
+        super().__init__(control, grid, device, group)
+        self._library = library
+        self._ring = ring or Ring()
+        self._pes = control.topology.peers  # the PE is the global rank
+        self._calls = threading.Lock()  # the pusher and the thread that adds share one library
+        self._unmapped: list[int] = []
+        self._uses_ring = False
+        self._put = [0] * grid.node_size  # messages to each owner
+        self._added = [0] * grid.node_size  # messages of each pusher that are enqueued for adding
+        self._landing_free = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._last_added = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+
+    def _check_peer_access(self) -> None:
+        """Peers need not be mapped."""
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def _check_memory(self, total: int) -> None:
+        """The heap is reserved already; too small a one is told by the allocation."""
+        logger.info("symmetric memory for windows: %.2f GiB of NVSHMEM's heap", total / 2**30)
+
+    def _map(self, total: int) -> torch.Tensor:
+        own = allocate_symmetric(self._library, total, self._device)
+        for peer, pe in enumerate(self._pes):
+            if peer == self.grid.local:
+                self._memory.append(own)
+            elif not self._ring.unmapped and self._library.bindings.ptr(own.data_ptr(), pe):
+                self._memory.append(self._library.core.get_peer_tensor(own, pe))
+            else:
+                self._memory.append(None)
+                self._unmapped.append(peer)
+        if self._unmapped and not self._uses_ring:
+            raise OdcError(
+                f"NVSHMEM maps no memory of {self.control.describe(self._unmapped[0])} here, though it did "
+                "at first; please report it"
+            )
+        return own
+
+    def _extra_nbytes(self) -> int:
+        # Equal on all ranks: one that is not mapped anywhere makes all of them have rings.
+        probe = allocate_symmetric(self._library, ALIGNMENT, self._device)
+        others = (pe for pe in self._pes if pe != self.control.topology.rank)
+        mapped = all(self._library.bindings.ptr(probe.data_ptr(), pe) for pe in others)
+        flag = torch.tensor([float(self._ring.unmapped or not mapped)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        self._library.core.free_tensor(probe)
+        self._uses_ring = bool(flag)
+        return self._ring.nbytes(self.grid.node_size) if self._uses_ring else 0
+
+    def _use_extra(self, own: torch.Tensor, offset: int) -> None:
+        self._own = own
+        if not self._uses_ring:
+            return
+        size, ring = self.grid.node_size, self._ring
+        self._ring_words_at = offset
+        self._ring_words = own[offset:][: 3 * size * _WORD].view(torch.int64).view(3, size)
+        self._slots_at = offset + -(-3 * size * _WORD // ALIGNMENT) * ALIGNMENT
+        outbox_at = self._slots_at + size * ring.slots * ring.slot_nbytes
+        self._outbox = own[outbox_at:][: ring.slot_nbytes]
+        self._landing = own[outbox_at + ring.slot_nbytes :][: ring.chunk_nbytes]
+
+    def _warm_up(self) -> None:
+        super()._warm_up()
+        if self._unmapped:
+            device = self._device
+            for window in self._windows:  # every kernel that the thread will need
+                if window.spec.dtype in (torch.float32, torch.float64) and window.local.numel():
+                    for dtype in _DTYPES:
+                        nothing = torch.zeros(1, dtype=dtype, device=device)
+                        self._add_message(window, 0, 0, nothing)
+                    break
+            torch.cuda.synchronize(device)
+            self._thread = threading.Thread(target=self._serve, name="odc-nvshmem", daemon=True)
+            self._thread.start()
+
+    # -- pulls -----------------------------------------------------------------------------------------
+
+    def pull(self, window: Window, peer: int, node: int, out: torch.Tensor, offset: int = 0) -> None:
+        if self._memory[peer] is not None:
+            super().pull(window, peer, node, out, offset)
+            return
+        window.local[node].narrow(0, offset, out.numel())  # refuses what lies outside
+        self._raise_status()
+        source = self._at(window, node, offset)
+        stream = torch.cuda.current_stream(self._device)
+        target, step = out.view(torch.uint8), self._ring.chunk_nbytes
+        for start in range(0, target.numel(), step):
+            part = target[start : start + step]
+            stream.wait_event(self._landing_free)
+            with self._calls:
+                self._library.bindings.getmem_on_stream(
+                    self._landing.data_ptr(),
+                    source + start,
+                    part.numel(),
+                    self._pes[peer],
+                    stream.cuda_stream,
+                )
+            part.copy_(self._landing[: part.numel()], non_blocking=True)
+            self._landing_free.record(stream)
+        self._pull_streams.setdefault(stream.cuda_stream, stream)
+        self.traffic.num_pulls += 1
+        self.traffic.pulled_bytes += target.numel()
+
+    def _at(self, window: Window, node: int, offset: int) -> int:
+        """Symmetric address of an element: that of this rank's own."""
+        row = node * window.spec.shape[1] + offset
+        return self._own.data_ptr() + self._offsets[window.index] + row * window.spec.dtype.itemsize
+
+    # -- pushes ----------------------------------------------------------------------------------------
+
+    def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
+        if self._memory[peer] is not None:
+            return super().push_add(window, peer, node, source, offset)
+        self._raise_status()
+        window.local[node].narrow(0, offset, source.numel())  # refuses what lies outside
+        current = torch.cuda.current_stream(self._device)
+        self._push_stream.wait_stream(current)
+        source = source.contiguous()
+        if source.dtype not in _DTYPES:
+            source = source.float()
+        with torch.cuda.stream(self._push_stream):
+            step = self._ring.chunk_nbytes // source.element_size()
+            for start in range(0, source.numel(), step):
+                self._send(window, peer, node, source[start : start + step], offset + start)
+        source.record_stream(self._push_stream)
+        self.traffic.num_pushes += 1
+        self.traffic.pushed_bytes += source.numel() * source.element_size()
+        return 0.0
+
+    def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:
+        if self._all_mapped:
+            return super().scatter_add(window, source, offset)
+        for peer in self.grid.visits():
+            for node, row in enumerate(self.grid.shards):
+                self.push_add(window, peer, node, source[row[peer]], offset)
+        return 0.0
+
+    def _send(self, window: Window, peer: int, node: int, part: torch.Tensor, offset: int) -> None:
+        """One message; the current stream is that of the pushes."""
+        ring, stream = self._ring, torch.cuda.current_stream(self._device)
+        self._put[peer] += 1
+        number = self._put[peer]
+        if number > ring.slots:
+            self._wait_for_words(self._ring_words[_FREED, peer:], 1, number - ring.slots)
+        header = [number, window.index, node, offset, part.numel(), _DTYPES.index(part.dtype), 0, 0]
+        written = torch.tensor(header).pin_memory()
+        content = part.view(torch.uint8)
+        # The outbox is free: the put before has returned in the order of this stream.
+        self._outbox[:_HEADER].view(torch.int64).copy_(written, non_blocking=True)
+        self._outbox[_HEADER : _HEADER + content.numel()].copy_(content, non_blocking=True)
+        with self._calls:
+            self._library.bindings.putmem_signal_on_stream(
+                self._slot(self.grid.local, number).data_ptr(),
+                self._outbox.data_ptr(),
+                _HEADER + content.numel(),
+                self._ring_words[_PUT, self.grid.local :].data_ptr(),
+                number,
+                self._library.core.SignalOp.SIGNAL_SET,
+                self._pes[peer],
+                stream.cuda_stream,
+            )
+
+    def _slot(self, pusher: int, number: int) -> torch.Tensor:
+        ring = self._ring
+        index = pusher * ring.slots + (number - 1) % ring.slots
+        return self._own[self._slots_at + index * ring.slot_nbytes :][: ring.slot_nbytes]
+
+    def _tell(self, kind: int, peer: int, value: int, stream: torch.cuda.Stream, *, quiet: bool) -> None:
+        """Store ``value`` into this rank's word of a peer that is not mapped, in the order of the stream."""
+        self._store(self._ring_words[kind, self.grid.local :].data_ptr(), peer, value, stream, quiet=quiet)
+
+    def _store(self, address: int, peer: int, value: int, stream: torch.cuda.Stream, *, quiet: bool) -> None:
+        bindings = self._library.bindings
+        with self._calls:
+            if quiet:  # what was put before is there when the word is
+                bindings.quiet_on_stream(stream.cuda_stream)
+            bindings.signal_op_on_stream(
+                address, value, self._library.core.SignalOp.SIGNAL_SET, self._pes[peer], stream.cuda_stream
+            )
+
+    def _signal(self, kind: int, value: int) -> None:
+        super()._signal(kind, value)
+        stream = torch.cuda.current_stream(self._device)
+        address = self._own.data_ptr() + self._word_at(kind, self.grid.local)
+        for peer in self._unmapped:
+            self._store(address, peer, value, stream, quiet=True)
+
+    # -- the owner's side --------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """The thread: adds what pushers have put, until :meth:`close`."""
+        try:
+            torch.cuda.set_device(self._device)
+            stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                seen = torch.zeros(self.grid.node_size, dtype=torch.int64, pin_memory=True)
+                header = torch.zeros(_HEADER // 8, dtype=torch.int64, pin_memory=True)
+                nap_s = 0.0
+                while not self._stop.is_set():
+                    busy = self._take_all(stream, seen, header)
+                    nap_s = 0.0 if busy else min(nap_s + 2e-5, _LONGEST_NAP_S)
+                    time.sleep(nap_s)
+        except BaseException as error:
+            self._failure = error
+            self.abort()
+
+    def _take_all(self, stream: torch.cuda.Stream, seen: torch.Tensor, header: torch.Tensor) -> bool:
+        seen.copy_(self._ring_words[_PUT], non_blocking=True)
+        stream.synchronize()
+        found = False
+        for pusher in self._unmapped:
+            while self._added[pusher] < int(seen[pusher]) and not self._stop.is_set():
+                self._take(pusher, stream, header)
+                found = True
+        return found
+
+    def _take(self, pusher: int, stream: torch.cuda.Stream, header: torch.Tensor) -> None:
+        number = self._added[pusher] + 1
+        slot = self._slot(pusher, number)
+        header.copy_(slot[:_HEADER].view(torch.int64), non_blocking=True)
+        stream.synchronize()
+        told, index, node, offset, count, kind, *_ = header.tolist()
+        if told != number:
+            raise OdcError(f"message {number} of {self.control.describe(pusher)} carries the number {told}")
+        dtype = _DTYPES[kind]
+        content = slot[_HEADER:][: count * dtype.itemsize].view(dtype)
+        self._add_message(self._windows[index], node, offset, content)
+        self._tell(_FREED, pusher, number, stream, quiet=False)
+        self._last_added.record(stream)
+        self._added[pusher] = number
+
+    def _add_message(self, window: Window, node: int, offset: int, content: torch.Tensor) -> None:
+        shard = self.grid.shards[node][self.grid.local]
+        count = content.numel()
+        _kernels.scatter_add_kernel[(min(-(-count // 2048), 32),)](
+            self._addresses[window.index][shard : shard + 1],
+            content,
+            count,
+            count,
+            1,
+            offset,
+            0,
+            element=element_of(window.spec.dtype),
+            BLOCK=2048,
+            num_warps=8,
+        )
+
+    def barrier(self, meeting: Meeting, number: int = 0) -> float:
+        if not self._unmapped:
+            return super().barrier(meeting, number)
+        for peer in self._unmapped:
+            self._tell(_SENT, peer, self._put[peer], self._push_stream, quiet=True)
+        super().barrier(meeting, number)
+        self._on_host(self._wait_until_added)
+        return 0.0
+
+    def _wait_until_added(self) -> None:
+        """All messages that were sent before the barrier are added, in the order of the current stream."""
+        stream = torch.cuda.current_stream(self._device)
+        counts = torch.zeros(self.grid.node_size, dtype=torch.int64, pin_memory=True)
+        counts.copy_(self._ring_words[_SENT], non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        self.control.wait_until(event.query, "the barrier on the GPU", lambda: self._unmapped)
+        self._raise_status()
+        self.control.wait_until(
+            lambda: self._failure is not None or not self._missing(counts),
+            "gradients that other ranks have pushed",
+            lambda: self._missing(counts),
+        )
+        self._raise_status()
+        stream.wait_event(self._last_added)
+
+    def _missing(self, counts: torch.Tensor) -> list[int]:
+        return [peer for peer in self._unmapped if self._added[peer] < int(counts[peer])]
+
+    def _raise_status(self) -> None:
+        if self._failure is not None:
+            raise OdcError(
+                f"{self.control.describe(self.grid.local)}: adding what was pushed failed: {self._failure}"
+            ) from self._failure
+        super()._raise_status()
+
+    def close(self, meeting: Meeting | None = Meeting.CLOSE) -> None:
+        try:
+            if meeting is not None and self._memory:
+                self.barrier(meeting)
+                torch.cuda.synchronize(self._device)
+        finally:
+            self._stop.set()
+            if self._thread is not None:
+                self._thread.join(_STOP_S)
+        own = self._memory[self.grid.local] if self._memory else None
+        if meeting is not None and self._memory:
+            self.control.barrier(meeting)  # nobody's thread signals any more
+        super().close(None)
+        self._unmapped = []
+        if own is not None and meeting is not None:
+            with contextlib.suppress(Exception):  # the heap goes with the process in any case
+                self._library.core.free_tensor(own)
