@@ -111,7 +111,7 @@ REFUSED = {
     "bf16.bf16_optimizer_states": _BF16_STATES,
     "amp": f"Apex mixed precision is not supported; {_BF16}",
     "autotuning": "there is no autotuner; remove it",
-    "compile": "graph compilation by DeepSpeed is not supported; use torch.compile in the script",
+    "compile": "graph compilation by DeepSpeed is not supported; set model.compile",
     "compression_training": "compression is not supported; remove it",
     "curriculum_learning": "the planner orders the samples; prepare a curriculum in the data",
     "data_efficiency": "the planner orders the samples; prepare a curriculum in the data",

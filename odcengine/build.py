@@ -165,7 +165,7 @@ def _compile(model: nn.Module, blocks: list[nn.Module]) -> None:
 
     if not blocks:
         raise ConfigError(
-            f"model.compile: no blocks are known of {type(model).__name__}, and only blocks are compiled; name "
+            f"model.compile: only blocks are compiled, and none are known of {type(model).__name__}; name "
             "their classes in odc.wrap, or set it to false"
         )
     compiled.compile_blocks(blocks)
