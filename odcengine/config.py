@@ -130,7 +130,7 @@ class AdamWParams(_Section):
     )
     amsgrad: bool = Field(default=False, description="Use the AMSGrad variant.")
     fused: bool | None = Field(
-        default=None, description="torch's fused kernel; null: where torch has one, unless foreach is set."
+        default=None, description="torch's fused kernel; null: yes, unless foreach is set."
     )
     foreach: bool | None = Field(default=None, description="torch's multi-tensor code; null: torch decides.")
 
@@ -152,9 +152,7 @@ class SgdParams(_Section):
     dampening: Float = Field(default=0.0, description="Dampening of the momentum.")
     weight_decay: Float = Field(default=0.0, ge=0, description="L2 weight decay.")
     nesterov: bool = Field(default=False, description="Nesterov momentum; needs momentum > 0, no dampening.")
-    fused: bool | None = Field(
-        default=None, description="torch's fused kernel; null: where torch has one, unless foreach is set."
-    )
+    fused: bool | None = Field(default=None, description="torch's fused kernel; null lets torch decide.")
     foreach: bool | None = Field(default=None, description="torch's multi-tensor code; null: torch decides.")
 
 
@@ -298,7 +296,8 @@ class Odc(_Section):
         default="auto",
         description="shm: shared memory between CPU ranks of one host; cuda_p2p: GPUs of one node that "
         "address each other's memory (NVLink, PCIe); nvshmem: GPUs through NVSHMEM's heap; collective: "
-        "FSDP2's own collectives, the baseline; auto: the best one-sided transport for the ranks, never collective.",
+        "FSDP2's own collectives, the baseline; auto: the best one-sided transport for the ranks, never "
+        "collective.",
     )
     unmapped: bool = Field(
         default=False,

@@ -10,10 +10,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from odcengine.control import ControlBlock
 from odcengine.errors import ConfigError
@@ -48,23 +49,28 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Seconds between two marks that have passed (after :meth:`fetch`, all of before it have)."""
+        """Seconds between two marks that have passed (after a fetch, all of before it have)."""
 
     @abc.abstractmethod
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Forward and backward run inside of it."""
 
     @abc.abstractmethod
-    def fetch(self, values: torch.Tensor, control: ControlBlock) -> list[float]:
-        """Numbers of the device, once everything enqueued before on the current stream is done.
+    def start_fetch(self, values: torch.Tensor) -> Callable[[ControlBlock], list[float]]:
+        """Bring numbers of the device to the host.
 
         Args:
-            values: 1-D.
-            control: watches the wait; a rank that fails meanwhile ends it.
+            values: 1-D; what they are at this point of the current stream.
 
-        Raises:
-            PeerError: another rank failed or died.
+        Returns:
+            Called with the control block, waits for them and returns them; everything enqueued before is done
+            then. It raises PeerError where another rank fails or dies meanwhile.
         """
+
+    def sum_over_ranks(self, values: torch.Tensor) -> None:
+        """Sum float64 numbers of all ranks' devices in place, in the order of the current stream."""
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values)
 
 
 class CpuDevice(Device):
@@ -81,9 +87,9 @@ class CpuDevice(Device):
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def fetch(self, values: torch.Tensor, control: ControlBlock) -> list[float]:
+    def start_fetch(self, values: torch.Tensor) -> Callable[[ControlBlock], list[float]]:
         numbers: list[float] = values.tolist()
-        return numbers
+        return lambda control: numbers
 
 
 class CudaDevice(Device):
@@ -100,7 +106,6 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
-        self._landing = torch.zeros(0, dtype=torch.float64)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -124,16 +129,19 @@ class CudaDevice(Device):
         finally:
             outer.wait_stream(self._stream)
 
-    def fetch(self, values: torch.Tensor, control: ControlBlock) -> list[float]:
-        if self._landing.numel() != values.numel():
-            self._landing = torch.zeros(values.numel(), dtype=torch.float64, pin_memory=True)
-        self._landing.copy_(values, non_blocking=True)
+    def start_fetch(self, values: torch.Tensor) -> Callable[[ControlBlock], list[float]]:
+        landing = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
+        landing.copy_(values, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        others = [i for i in range(len(control.topology.peers)) if i != control.topology.local_rank]
-        control.wait_until(event.query, "the GPU's work of the minibatch", lambda: others, everyone=True)
-        numbers: list[float] = self._landing.tolist()
-        return numbers
+
+        def finish(control: ControlBlock) -> list[float]:
+            others = [i for i in range(len(control.topology.peers)) if i != control.topology.local_rank]
+            control.wait_until(event.query, "the GPU's work of the minibatch", lambda: others, everyone=True)
+            numbers: list[float] = landing.tolist()
+            return numbers
+
+        return finish
 
 
 def choose_device(info: RankInfo, wanted: str) -> Device:

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.data import MicroBatch, MinibatchLoader
+from odcengine.device import Mark
 from odcengine.errors import OdcError, UsageError
 from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics, whole_or_none
@@ -41,6 +42,8 @@ from odcengine.transport.base import Transport
 logger = logging.getLogger(__name__)
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
+
+_CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
 class OdcEngine:
@@ -200,19 +203,11 @@ class OdcEngine:
             arrived = self._device.mark()
             self._meet(step)
             met = self._device.mark()
-        with control.phase(Phase.COLLECT):
-            loss_sum, squared_norm = self._fetch(self._sharding.collect())
-        wait_s = self._device.seconds(arrived, met) + self._sharding.blocked.wait_s
-        boundary_start = self._started + self._lead_s + self._device.seconds(self._start_mark, met)
-        busy_s = boundary_start - self._started - wait_s
-        with control.phase(Phase.AGREE):
-            agreed = self._agree(loss_sum, squared_norm, busy_s, wait_s)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        with control.phase(Phase.UPDATE):
-            applied = self._update(agreed)
-        with control.phase(Phase.PUBLISH):
-            self._sharding.release()
-            self._sharding.publish(Changed.TRAINABLE if applied else Changed.NONE)
+        with control.phase(Phase.COLLECT):
+            mine = torch.cat([self._loss_sum[None], self._sharding.collect()[None], self._sharding.faults()])
+        end = self._end_ahead if self._runs_ahead() else self._end_in_turn
+        agreed, applied, boundary_start = end(mine, arrived, met)
         blocked = self._sharding.blocked
         metrics = StepMetrics(
             step=step,
@@ -249,55 +244,132 @@ class OdcEngine:
         if self._equal_counts:
             self._control.check_equal_counts(step, self._micro_batches)
 
-    def _fetch(self, squared_norm: torch.Tensor) -> tuple[float, float]:
-        """This rank's loss sum and squared norm, on the host: the one time that it waits for a GPU."""
-        values = torch.cat([self._loss_sum[None], squared_norm[None], self._sharding.faults()])
-        loss_sum, squared, *faults = self._device.fetch(values, self._control)
-        self._sharding.raise_faults(faults)
-        return loss_sum, squared
+    def _end_in_turn(self, mine: torch.Tensor, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
+        """Fetch this rank's sums, agree, update, publish: each when the one before is done."""
+        control, device = self._control, self._device
+        with control.phase(Phase.COLLECT):
+            loss_sum, squared_norm, *faults = device.start_fetch(mine)(control)
+            self._sharding.raise_faults(faults)
+        busy_s, wait_s, boundary_start = self._times(arrived, met)
+        with control.phase(Phase.AGREE):
+            sums, of_ranks, used = self._sum_over_ranks(
+                [loss_sum, squared_norm, *self._known_sums()], [busy_s, wait_s, self._monitor.tally.tokens]
+            )
+            agreed = _Agreed.of(sums, of_ranks, used)
+        with control.phase(Phase.UPDATE):
+            applied = self._reports_learning(agreed)
+            if applied:
+                self._sharding.expose(agreed.used, self._scale(agreed))
+                self._step_optimizer()
+        with control.phase(Phase.PUBLISH):
+            self._sharding.release()
+            self._sharding.publish(Changed.TRAINABLE if applied else Changed.NONE)
+        return agreed, applied, boundary_start
 
-    def _agree(self, loss_sum: float, squared_norm: float, busy_s: float, wait_s: float) -> _Agreed:
-        """One small all-reduce tells every rank what all have done."""
-        world_size, rank, tally = self.topology.world_size, self.topology.rank, self._monitor.tally
-        sums = [loss_sum, self._count, squared_norm, float(self._micro_batches)]
-        totals = torch.tensor([*sums, tally.samples, tally.flops], dtype=torch.float64)
-        of_ranks = torch.zeros(3, world_size, dtype=torch.float64)
-        of_ranks[:, rank] = torch.tensor([busy_s, wait_s, tally.tokens], dtype=torch.float64)
-        message = torch.cat([totals, of_ranks.view(-1), self._sharding.used()])
+    def _end_ahead(self, mine: torch.Tensor, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
+        """The same with the host ahead of the GPU, which then never waits for the host.
+
+        What all ranks' devices have summed decides on the device: it makes the scale of the gradients, and
+        whether the optimizer's kernels change anything (``found_inf``, as ``torch.amp.GradScaler`` uses it).
+        The host learns of it while the GPU is at the update.
+        """
+        control, device = self._control, self._device
+        with control.phase(Phase.AGREE):
+            known, (tokens,), used = self._sum_over_ranks(self._known_sums(), [self._monitor.tally.tokens])
+            device.sum_over_ranks(mine)
+            fetch = device.start_fetch(mine)
+        count = known[0]
+        with control.phase(Phase.UPDATE):
+            if count:
+                norm = mine[1].sqrt() / count
+                skip = ~norm.isfinite() | mine[2:].any()
+                scale = torch.ones_like(norm) / count
+                if self.config.gradient_clipping > 0:
+                    scale *= (self.config.gradient_clipping / (norm + _CLIP_EPS)).clamp(max=1.0)
+                self._sharding.expose(used, scale)
+                self._step_optimizer(skip.float())
+        with control.phase(Phase.PUBLISH):
+            self._sharding.release()
+            self._sharding.publish(Changed.TRAINABLE if count else Changed.NONE)
+        with control.phase(Phase.AGREE):
+            loss_sum, squared_norm, *faults = fetch(control)
+            self._sharding.raise_faults(faults)
+            busy_s, wait_s, boundary_start = self._times(arrived, met)
+            _, (busy, wait), _ = self._sum_over_ranks([], [busy_s, wait_s])
+        agreed = _Agreed.of([loss_sum, squared_norm, *known], [busy, wait, tokens], used)
+        applied = self._reports_learning(agreed)
+        if applied and self.scheduler is not None:
+            self.scheduler.step()
+        return agreed, applied, boundary_start
+
+    def _runs_ahead(self) -> bool:
+        """Torch's fused optimizers can be told on the device to leave everything as it is."""
+        return self._device.type == "cuda" and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+
+    def _times(self, arrived: Mark, met: Mark) -> tuple[float, float, float]:
+        """Seconds busy and waiting, and when A ended; the marks have passed."""
+        device = self._device
+        wait_s = device.seconds(arrived, met) + self._sharding.blocked.wait_s
+        until_met = self._lead_s + device.seconds(self._start_mark, met)
+        return until_met - wait_s, wait_s, self._started + until_met
+
+    def _known_sums(self) -> list[float]:
+        """What the host of this rank knows without its device; all ranks' are summed."""
+        tally = self._monitor.tally
+        return [self._count, float(self._micro_batches), tally.samples, tally.flops]
+
+    def _sum_over_ranks(
+        self, sums: list[float], of_rank: list[float]
+    ) -> tuple[list[float], list[list[float]], torch.Tensor]:
+        """One small all-reduce of the hosts.
+
+        Args:
+            sums: numbers to be summed.
+            of_rank: numbers that each rank has of its own.
+
+        Returns:
+            The sums; for each of ``of_rank`` those of all ranks; bool for each trainable parameter, whether
+            some rank has a gradient.
+        """
+        world_size, rank = self.topology.world_size, self.topology.rank
+        table = torch.zeros(len(of_rank), world_size, dtype=torch.float64)
+        table[:, rank] = torch.tensor(of_rank, dtype=torch.float64)
+        message = torch.cat([torch.tensor(sums, dtype=torch.float64), table.view(-1), self._sharding.used()])
         if world_size > 1:
             work = dist.all_reduce(message, group=self._host_group, async_op=True)
             self._control.wait_work(work, "the agreement on norm and counts")
-        total_loss, count, squared, micro_batches, samples, flops = message[: len(totals)].tolist()
-        rest = message[len(totals) :]
-        busy, wait, tokens = rest[: of_ranks.numel()].view(3, world_size).tolist()
-        return _Agreed(
-            loss_sum=total_loss,
-            count=count,
-            grad_norm=math.sqrt(squared) / count if count else math.nan,
-            num_micro_batches=round(micro_batches),
-            busy_s=tuple(busy),
-            wait_s=tuple(wait),
-            num_samples=whole_or_none(samples),
-            tokens=None if math.isnan(sum(tokens)) else tuple(round(value) for value in tokens),
-            flops=None if math.isnan(flops) else flops,
-            used=rest[of_ranks.numel() :] > 0,
-        )
+        rest = message[len(sums) :]
+        rows: list[list[float]] = rest[: table.numel()].view(table.shape).tolist()
+        return message[: len(sums)].tolist(), rows, rest[table.numel() :] > 0
 
-    def _update(self, agreed: _Agreed) -> bool:
-        """Clip and step, but skip on all ranks a gradient that is not finite, or of nothing to learn."""
-        if not agreed.count or not math.isfinite(agreed.grad_norm):
-            if self.topology.rank == 0:
-                reason = "its gradient is not finite" if agreed.count else "it has nothing to learn"
-                logger.warning("step %d is skipped on all ranks: %s", self.global_steps, reason)
-            return False
-        scale, limit = 1.0 / agreed.count, self.config.gradient_clipping
-        if limit > 0:
-            scale *= min(1.0, limit / (agreed.grad_norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        self._sharding.expose(agreed.used, scale)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        return True
+    def _reports_learning(self, agreed: _Agreed) -> bool:
+        """Whether there is something to learn; all ranks skip what is not finite, and rank 0 says so."""
+        if agreed.count and math.isfinite(agreed.grad_norm):
+            return True
+        if self.topology.rank == 0:
+            reason = "its gradient is not finite" if agreed.count else "it has nothing to learn"
+            logger.warning("step %d is skipped on all ranks: %s", self.global_steps, reason)
+        return False
+
+    def _scale(self, agreed: _Agreed) -> float:
+        """One over the count, times the clipping coefficient of ``torch.nn.utils.clip_grad_norm_``."""
+        limit = self.config.gradient_clipping
+        clipping = min(1.0, limit / (agreed.grad_norm + _CLIP_EPS)) if limit > 0 else 1.0
+        return clipping / agreed.count
+
+    def _step_optimizer(self, skip: torch.Tensor | None = None) -> None:
+        """Step optimizer and, unless the device decides whether it counts, scheduler."""
+        if skip is None:
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+            return
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = skip
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf
 
     def _start_minibatch(self) -> None:
         self._monitor.begin_step(self.global_steps)
@@ -437,6 +509,23 @@ class _Agreed:
     tokens: tuple[int, ...] | None
     flops: float | None
     used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
+
+    @classmethod
+    def of(cls, sums: list[float], of_ranks: list[list[float]], used: torch.Tensor) -> _Agreed:
+        loss_sum, squared_norm, count, micro_batches, samples, flops = sums
+        busy, wait, tokens = of_ranks
+        return cls(
+            loss_sum=loss_sum,
+            count=count,
+            grad_norm=math.sqrt(squared_norm) / count if count else math.nan,
+            num_micro_batches=round(micro_batches),
+            busy_s=tuple(busy),
+            wait_s=tuple(wait),
+            num_samples=whole_or_none(samples),
+            tokens=None if math.isnan(sum(tokens)) else tuple(round(value) for value in tokens),
+            flops=None if math.isnan(flops) else flops,
+            used=used,
+        )
 
 
 def _close_at_exit(reference: weakref.ref[OdcEngine]) -> None:

@@ -36,12 +36,12 @@ def build_optimizer(
     """
     options = config.params.model_dump(exclude={"adam_w_mode"})
     given: list[Any] = list(params)
-    if options["fused"] is None and options["foreach"] is None and _have_fused(given):
-        # Torch's own choice is a loop over parameters on CPUs and "foreach" on GPUs; on sharded parameters
-        # the fused kernel takes a quarter of the time (benchmarks/demo-cpu.md).
-        options["fused"] = True
     if isinstance(config.params, SgdParams):
         return torch.optim.SGD(given, **options)
+    if options["fused"] is None and options["foreach"] is None and _have_fused(given):
+        # Torch's own choice is a loop over parameters on CPUs and "foreach" on GPUs; on sharded parameters
+        # the fused kernel takes a quarter of the time (benchmarks/demo-cpu.md). SGD's takes no sharded ones.
+        options["fused"] = True
     l2 = isinstance(config.params, AdamParams) and not config.params.adam_w_mode
     return (torch.optim.Adam if l2 else torch.optim.AdamW)(given, **options)
 

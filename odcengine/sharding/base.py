@@ -61,6 +61,13 @@ def squared_norm(tensors: Iterable[torch.Tensor], device: torch.device) -> torch
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
+def scale_all(tensors: Sequence[torch.Tensor], scale: float | torch.Tensor) -> None:
+    """Multiply tensors in place, in few launches."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        factor = scale.to(dtype) if isinstance(scale, torch.Tensor) else scale
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.dtype == dtype], factor)
+
+
 class Sharding(abc.ABC):
     """A model sharded by FSDP2, seen from the minibatch's boundary.
 
@@ -159,12 +166,13 @@ class Sharding(abc.ABC):
         """Which trainable parameters got a gradient here: float64 of 0 and 1, ``[len(trainable)]``."""
 
     @abc.abstractmethod
-    def expose(self, used: torch.Tensor, scale: float) -> None:
+    def expose(self, used: torch.Tensor, scale: float | torch.Tensor) -> None:
         """Set ``.grad`` of every trainable parameter to its gradient sum times ``scale``.
 
         Args:
             used: bool ``[len(trainable)]``; parameters that no rank used get None, on all ranks alike.
-            scale: one over the minibatch's count, times the clipping coefficient.
+            scale: one over the minibatch's count, times the clipping coefficient; a float64 scalar of the
+                device where the host does not know it yet.
         """
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from odcengine._collectives import all_gather, reduce_scatter
 from odcengine.control import ControlBlock
-from odcengine.sharding.base import Changed, Sharding, squared_norm
+from odcengine.sharding.base import Changed, Sharding, scale_all, squared_norm
 from odcengine.sharding.layout import AllGather, ParamEntry, ParamGroup, PlainMemory, ReduceScatter
 
 
@@ -54,10 +54,8 @@ class CollectiveSharding(Sharding):
         return torch.tensor(flags, dtype=torch.float64)
 
     @torch.no_grad()
-    def expose(self, used: torch.Tensor, scale: float) -> None:
-        gradients = [gradient for _, gradient in self._gradients()]
-        if gradients:
-            torch._foreach_mul_(gradients, scale)
+    def expose(self, used: torch.Tensor, scale: float | torch.Tensor) -> None:
+        scale_all([gradient for _, gradient in self._gradients()], scale)
         for entry, flag in zip(self.trainable, used.tolist(), strict=True):
             if flag and entry.param.grad is None:  # another rank's micro-batch used it
                 entry.param.grad = torch.zeros_like(entry.param)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from odcengine._collectives import all_gather
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import OdcError, UsageError
-from odcengine.sharding.base import Changed, Sharding, squared_norm
+from odcengine.sharding.base import Changed, Sharding, scale_all, squared_norm
 from odcengine.sharding.layout import (
     AllGather,
     ParamEntry,
@@ -233,10 +233,9 @@ class OnDemandSharding(Sharding):
         return self._used
 
     @torch.no_grad()
-    def expose(self, used: torch.Tensor, scale: float) -> None:
+    def expose(self, used: torch.Tensor, scale: float | torch.Tensor) -> None:
         flags = iter(used.tolist())
-        if self._sums:
-            torch._foreach_mul_(self._sums, scale)
+        scale_all(self._sums, scale)
         for group, flat in zip(self.groups, self._sums, strict=True):
             for entry in group.trainable:
                 entry.param.grad = self._gradient(entry, flat) if next(flags) else None

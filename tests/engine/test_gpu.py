@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 from typing import Any
@@ -151,3 +152,31 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
     for result in run_ranks(_same_gpu, 2, timeout_s=60, gpus=True, env={"CUDA_VISIBLE_DEVICES": "0"}):
         assert result.error is not None
         assert "are on the same GPU" in result.error, result.error
+
+
+def _not_finite(rank: int, world_size: int) -> list[tuple[bool, float, bool]]:
+    case = BY_NAME["untied"]
+    engine, _, _, _ = odcengine.initialize(model=make_model(case), config=config_for(case))
+    found = []
+    for step in range(4):
+        before = [p.detach().to_local().clone() for p in engine.parameters()]  # type: ignore[attr-defined]
+        for micro_batch in micro_batches(case.name, 1, world_size, equal=True)[rank]:
+            loss, count = loss_of(engine, micro_batch)
+            spoiled = step == 1 and rank == 1
+            engine.backward(loss * math.inf if spoiled else loss, count=count)
+        metrics = engine.step()
+        after = [p.detach().to_local() for p in engine.parameters()]  # type: ignore[attr-defined]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        found.append((metrics.applied, metrics.grad_norm, same))
+    steps = {int(state["step"]) for state in engine.optimizer.state.values()}
+    assert steps == {3}, steps
+    engine.close()
+    return found
+
+
+def test_gradient_that_is_not_finite_changes_nothing_on_any_rank() -> None:
+    for found in values(run_ranks(_not_finite, 2, timeout_s=60, gpus=True)):
+        assert [applied for applied, _, _ in found] == [True, False, True, True]
+        assert [same for _, _, same in found] == [False, True, False, False]
+        assert not math.isfinite(found[1][1])
+        assert all(math.isfinite(norm) for _, norm, _ in (found[0], *found[2:]))

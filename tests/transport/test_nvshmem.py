@@ -101,7 +101,7 @@ def test_different_versions_are_refused_on_all_ranks() -> None:
         assert "rank 0 has NVSHMEM 3.4.5, rank 1 has NVSHMEM 3.3.24" in result.error
 
 
-# -- on GPUs ---------------------------------------------------------------------------------------------------
+# -- on GPUs -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
