@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +20,30 @@ _UNGATED_MODEL_TYPES = frozenset(
 class CostModel:
     """Cost of a training step on one sequence of ``l`` tokens: ``linear * l + quadratic * l**2``.
 
-    Packing several sequences into one row adds no cross terms, so costs of sequences add up. Only the
-    ratio of the two numbers matters to a plan; with :meth:`from_shape` the unit is FLOP.
+    Packing several sequences into one row adds no cross terms, so costs of sequences add up; every
+    micro-batch adds ``per_micro_batch``. Only the ratios of the numbers matter to a plan. The unit is FLOP
+    with :meth:`from_shape`, seconds with :class:`~odcengine.balance.OnlineCost`.
 
     Args:
         linear: cost per token (matrix products with weights).
         quadratic: cost per squared token (causal attention).
+        per_micro_batch: cost of a micro-batch whatever is in it (starting kernels, getting parameters).
     """
 
     linear: float
     quadratic: float
+    per_micro_batch: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
+        numbers = (self.linear, self.quadratic, self.per_micro_batch)
+        if not all(0 <= number < math.inf for number in numbers) or not self.linear + self.quadratic > 0:
             raise ValueError(
-                f"cost model: linear={self.linear} and quadratic={self.quadratic} must be >= 0 and not both 0"
+                f"cost model: linear={self.linear}, quadratic={self.quadratic} and per_micro_batch="
+                f"{self.per_micro_batch} must be >= 0 and finite, and the first two not both 0"
             )
 
     def __call__(self, lengths: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Costs of sequences.
+        """Costs of sequences, without that of their micro-batches.
 
         Args:
             lengths: tokens of each sequence, shape ``[n]``.

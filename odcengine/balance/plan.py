@@ -1,9 +1,9 @@
 """Plans: which rank computes which samples of a minibatch, cut into which micro-batches.
 
-A plan is a pure function of the sample lengths, the number of ranks and the limits. Every rank computes
-the plan of all ranks for itself; nothing is communicated. That is only sound if all ranks get the same
-plan to the last sample, whatever CPU they run on, so the search works on integer costs: sums of floats
-may differ in the last bit between CPUs and would then break ties differently.
+A plan is a pure function of the sample lengths, the number of ranks, the limits, and costs and speeds. Every
+rank computes the plan of all ranks for itself; nothing is communicated. That is only sound if all ranks get
+the same plan to the last sample, whatever CPU they run on, so the search works on integer costs: sums of
+floats may differ in the last bit between CPUs and would then break ties differently.
 
 Strategies:
 
@@ -28,14 +28,16 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from odcengine.balance.assign import FindExchanges, assign, lower_bound, paces_of
 from odcengine.balance.cost import CostModel
+from odcengine.balance.exchange import best_exchanges
 
 EQUAL_COUNT_STRATEGIES = ("local_sort", "lb_micro")
 STRATEGIES = (*EQUAL_COUNT_STRATEGIES, "lb_mini")
@@ -43,14 +45,8 @@ STRATEGIES = (*EQUAL_COUNT_STRATEGIES, "lb_mini")
 Costs = Callable[[Sequence[int]], "npt.NDArray[np.float64]"]
 Group = list[int]
 
-_JSON_VERSION = 1
-# The refinement of lb_mini stops within this share of the bound, or after this many moves a rank.
-_TOLERANCE = 1e-4
-_MOVES_PER_RANK = 4
-# Partners looked at in one refinement step: the ranks with the least work.
-_PARTNER_RANKS = 64
-# Samples looked at on either side of a swap; beyond that an evenly spaced choice of them.
-_CANDIDATES = 2048
+_JSON_VERSION = 2
+_LARGEST_WEIGHT = 1 << 24
 _LINES_IN_STR = 16
 
 
@@ -64,7 +60,10 @@ class Plan:
         micro_batches: for each rank its micro-batches in order of execution; a micro-batch is a tuple of
             positions in the list of lengths that the plan was made from. ``()`` is an empty micro-batch.
         costs: for each rank the predicted cost of each of its micro-batches, same nesting.
-        bound: ``max(mean load, largest single cost)``: no assignment of whole samples can finish earlier.
+        bound: no assignment of whole samples can be done earlier: the mean load or what the longest samples
+            take, in the unit of the costs (``assign.lower_bound``).
+        speeds: relative speed of each rank; ``()`` where all are equal.
+        lengths: tokens of each sample: what the plan was made from.
     """
 
     strategy: str
@@ -72,11 +71,22 @@ class Plan:
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     costs: tuple[tuple[float, ...], ...]
     bound: float
+    speeds: tuple[float, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     @property
     def loads(self) -> tuple[float, ...]:
         """Predicted cost of each rank over the minibatch."""
         return tuple(math.fsum(costs) for costs in self.costs)
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Predicted duration of each rank's own work: its load by its speed."""
+        return tuple(load / speed for load, speed in zip(self.loads, self._speeds, strict=True))
+
+    @property
+    def _speeds(self) -> tuple[float, ...]:
+        return self.speeds or (1.0,) * self.num_ranks
 
     @property
     def num_samples(self) -> int:
@@ -90,18 +100,21 @@ class Plan:
 
     @property
     def on_demand_cost(self) -> float:
-        """Predicted duration when ranks meet once a minibatch: the largest load."""
-        return max(self.loads, default=0.0)
+        """Predicted duration when ranks meet once a minibatch: the longest time of a rank."""
+        return max(self.times, default=0.0)
 
     @property
     def lockstep_cost(self) -> float:
-        """Predicted duration when ranks meet in every micro-batch: the sum of the steps' largest costs.
+        """Predicted duration when ranks meet in every micro-batch: the sum of the steps' longest times.
 
         Defined for plans of equal counts; for others it is infinite, since such ranks would never meet.
         """
         if not self.equal_counts:
             return math.inf
-        return math.fsum(max(step) for step in zip(*self.costs, strict=True))
+        times = [
+            [cost / speed for cost in costs] for costs, speed in zip(self.costs, self._speeds, strict=True)
+        ]
+        return math.fsum(max(step) for step in zip(*times, strict=True))
 
     @property
     def predicted_cost(self) -> float:
@@ -110,18 +123,18 @@ class Plan:
 
     @property
     def idle_share(self) -> float:
-        """Predicted share of all ranks' time spent waiting: ``1 - mean load / predicted cost``; 0 to 1."""
+        """Predicted share of all ranks' time spent waiting, 0 to 1; the time of a fast rank counts more."""
         return self._idle_share(self.predicted_cost)
 
     @property
     def idle_share_of_bound(self) -> float:
-        """The idle share that no assignment of whole samples can remove (one long sample sets the step)."""
+        """The idle share that no plan can remove, because the longest samples set the step."""
         return self._idle_share(self.bound)
 
     def _idle_share(self, duration: float) -> float:
         if duration <= 0:
             return 0.0
-        return max(0.0, 1.0 - math.fsum(self.loads) / self.num_ranks / duration)
+        return max(0.0, 1.0 - math.fsum(self.loads) / math.fsum(self._speeds) / duration)
 
     def to_json(self) -> str:
         """The plan as one line of JSON, with sorted keys: equal plans give equal text."""
@@ -146,21 +159,26 @@ class Plan:
                 ),
                 costs=tuple(tuple(rank) for rank in data["costs"]),
                 bound=data["bound"],
+                speeds=tuple(data["speeds"]),
+                lengths=tuple(data["lengths"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan: {error!r} in {text[:80]!r}") from error
 
     def __str__(self) -> str:
-        loads = self.loads
+        times = self.times
+        unavoidable = self.idle_share_of_bound
+        reason = ": the longest samples set the step" if unavoidable >= 0.0005 else ""
         lines = [
-            f"{self.strategy}: {self.num_samples} samples on {self.num_ranks} ranks, "
-            f"predicted idle share {self.idle_share:.1%} ({self.idle_share_of_bound:.1%} at the bound)"
+            f"{self.strategy}: {self.num_samples} samples on {self.num_ranks} ranks, predicted idle share "
+            f"{self.idle_share:.1%} ({unavoidable:.1%} with any plan{reason})"
         ]
         for rank, micro_batches in enumerate(self.micro_batches[:_LINES_IN_STR]):
-            share = loads[rank] / self.bound if self.bound else 0.0
+            share = times[rank] / self.bound if self.bound else 0.0
+            speed = f" at speed {self.speeds[rank]:.2f}" if self.speeds else ""
             groups = " ".join("[" + " ".join(map(str, samples)) + "]" for samples in micro_batches)
             lines.append(
-                f"  rank {rank}: load {share:.3f} of the bound, {len(micro_batches)} micro-batches {groups}"
+                f"  rank {rank}: {share:.3f} of the bound{speed}, {len(micro_batches)} micro-batches {groups}"
             )
         if self.num_ranks > _LINES_IN_STR:
             lines.append(f"  ... and {self.num_ranks - _LINES_IN_STR} more ranks")
@@ -175,6 +193,8 @@ def make_plan(
     max_tokens: int | None,
     max_samples: int | None = None,
     cost: Costs | None = None,
+    speeds: Sequence[float] | None = None,
+    find: FindExchanges = best_exchanges,
 ) -> Plan:
     """Assign the samples of one minibatch to ranks and micro-batches.
 
@@ -187,6 +207,9 @@ def make_plan(
         max_tokens: limit of tokens in a micro-batch, never exceeded; None for no limit.
         max_samples: limit of samples in a micro-batch; None for no limit.
         cost: costs of sequences from their lengths; :meth:`CostModel.default` if None.
+        speeds: relative speed of each rank, > 0; None for equal ones. ``local_sort`` takes no notice.
+        find: how ``lb_mini`` finds exchanges; ``exchange.best_exchanges_python`` does without numpy and gives
+            the same plan.
 
     Returns:
         The plan; every position of ``lengths`` is in it exactly once.
@@ -195,52 +218,89 @@ def make_plan(
         ValueError: an argument out of range, or a sample longer than ``max_tokens``, which no plan can place.
     """
     lengths = [int(length) for length in lengths]
-    _check_arguments(lengths, num_ranks, strategy, max_tokens, max_samples)
-    costs = (cost or CostModel.default())(lengths) if lengths else np.zeros(0)
-    weights = _integer_weights(costs)
+    _check_arguments(lengths, num_ranks, strategy, max_tokens, max_samples, speeds)
+    cost = cost or CostModel.default()
+    per_micro_batch = cost.per_micro_batch if isinstance(cost, CostModel) else 0.0
+    costs = np.asarray(cost(lengths), dtype=np.float64) if lengths else np.zeros(0)
     limits = _Limits(lengths, max_tokens, max_samples)
+    weights = _integer_weights(costs + per_micro_batch * limits.share_of_group())
+    paces = paces_of(speeds or [1.0] * num_ranks)
     if strategy == "local_sort":
         ranks = _local_sort(weights, limits, num_ranks)
     elif strategy == "lb_micro":
-        ranks = _lb_micro(weights, limits, num_ranks)
+        ranks = _lb_micro(weights, limits, paces)
     else:
-        ranks = _lb_mini(weights, limits, num_ranks)
+        ranks = _lb_mini(weights, limits, paces, find)
+    cost_of = costs.tolist()
     return Plan(
         strategy=strategy,
         num_ranks=num_ranks,
-        micro_batches=tuple(tuple(tuple(sorted(group)) for group in rank) for rank in ranks),
-        costs=tuple(tuple(math.fsum(costs[sorted(group)]) for group in rank) for rank in ranks),
-        bound=max(math.fsum(costs) / num_ranks, float(costs.max())) if lengths else 0.0,
+        micro_batches=tuple([tuple([tuple(sorted(group)) for group in rank]) for rank in ranks]),
+        costs=tuple(
+            [
+                tuple(
+                    [
+                        math.fsum([cost_of[sample] for sample in group]) + (per_micro_batch if group else 0.0)
+                        for group in rank
+                    ]
+                )
+                for rank in ranks
+            ]
+        ),
+        bound=lower_bound(
+            sorted(cost_of, reverse=True),
+            speeds or [1.0] * num_ranks,
+            per_micro_batch=per_micro_batch,
+            num_micro_batches=limits.min_groups(),
+        ),
+        speeds=() if speeds is None or len(set(speeds)) == 1 else tuple(map(float, speeds)),
+        lengths=tuple(lengths),
     )
 
 
 def _check_arguments(
-    lengths: list[int], num_ranks: int, strategy: str, max_tokens: int | None, max_samples: int | None
+    lengths: list[int],
+    num_ranks: int,
+    strategy: str,
+    max_tokens: int | None,
+    max_samples: int | None,
+    speeds: Sequence[float] | None,
 ) -> None:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
     for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens), ("max_samples", max_samples)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}, but must be at least 1")
-    for position, length in enumerate(lengths):
-        if length < 1:
-            raise ValueError(f"sample {position} has {length} tokens, but must have at least 1")
-        if max_tokens is not None and length > max_tokens:
-            raise ValueError(
-                f"sample {position} has {length} tokens, but a micro-batch holds at most {max_tokens}; "
-                f"raise the limit to {length} or more, or leave out or truncate the sample"
-            )
+    if speeds is not None:
+        if len(speeds) != num_ranks:
+            raise ValueError(f"speeds has {len(speeds)} numbers for {num_ranks} ranks")
+        for rank, speed in enumerate(speeds):
+            if not 0 < speed < math.inf:
+                raise ValueError(f"the speed of rank {rank} is {speed}, but must be a positive number")
+    if not lengths:
+        return
+    if min(lengths) < 1:
+        position = lengths.index(min(lengths))
+        raise ValueError(f"sample {position} has {lengths[position]} tokens, but must have at least 1")
+    if max_tokens is not None and max(lengths) > max_tokens:
+        position = next(index for index, length in enumerate(lengths) if length > max_tokens)
+        raise ValueError(
+            f"sample {position} has {lengths[position]} tokens, but a micro-batch holds at most "
+            f"{max_tokens}; raise the limit to {lengths[position]} or more, or leave out or truncate the "
+            "sample"
+        )
 
 
-def _integer_weights(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Costs scaled to 1..2**30: sums of up to 2**23 of them are exact, also as float64."""
+def _integer_weights(costs: npt.NDArray[np.float64]) -> list[int]:
+    """Costs scaled to 1..2**24: products of sums of them with paces stay below 2**63."""
     if not costs.size:
-        return np.zeros(0, dtype=np.int64)
+        return []
     if not (np.isfinite(costs).all() and costs.min() >= 0 and costs.max() > 0):
         raise ValueError(
             f"the cost model gave costs from {costs.min()} to {costs.max()}; they must be positive"
         )
-    weights: npt.NDArray[np.int64] = np.maximum(1, np.rint(costs / costs.max() * 2.0**30)).astype(np.int64)
+    scaled = np.rint(costs / costs.max() * _LARGEST_WEIGHT)
+    weights: list[int] = np.maximum(1, scaled).astype(np.int64).tolist()
     return weights
 
 
@@ -263,19 +323,28 @@ class _Limits:
         by_samples = -(-len(self.lengths) // self.max_samples) if self.max_samples else 1
         return max(1, by_tokens, by_samples)
 
+    def share_of_group(self) -> npt.NDArray[np.float64]:
+        """How much of a micro-batch each sample takes up; shape ``[n]``."""
+        shares = np.zeros(len(self.lengths))
+        if self.max_tokens is not None:
+            shares = np.asarray(self.lengths, dtype=np.float64) / self.max_tokens
+        if self.max_samples is not None:
+            shares = np.maximum(shares, 1.0 / self.max_samples)
+        return shares
 
-def _heaviest_first(weights: npt.NDArray[np.int64], samples: Sequence[int]) -> Group:
-    return sorted(samples, key=lambda sample: (-int(weights[sample]), sample))
+
+def _heaviest_first(weights: list[int], samples: Iterable[int]) -> Group:
+    return sorted(samples, key=lambda sample: (-weights[sample], sample))
 
 
-def _weight(weights: npt.NDArray[np.int64], group: Group) -> int:
-    return int(weights[group].sum()) if group else 0
+def _weight(weights: list[int], group: Group) -> int:
+    return sum([weights[sample] for sample in group])
 
 
 # ---- local_sort ----------------------------------------------------------------------------------------
 
 
-def _local_sort(weights: npt.NDArray[np.int64], limits: _Limits, num_ranks: int) -> list[list[Group]]:
+def _local_sort(weights: list[int], limits: _Limits, num_ranks: int) -> list[list[Group]]:
     share, rest = divmod(len(limits.lengths), num_ranks)
     ranks: list[list[Group]] = []
     start = 0
@@ -303,7 +372,7 @@ def _cut_in_order(samples: Group, limits: _Limits) -> list[Group]:
     return groups
 
 
-def _split_to_count(groups: list[Group], count: int, weights: npt.NDArray[np.int64]) -> list[Group]:
+def _split_to_count(groups: list[Group], count: int, weights: list[int]) -> list[Group]:
     """Split the heaviest micro-batches until there are ``count``; fill up with empty ones at the end."""
     groups = list(groups)
     while len(groups) < count:
@@ -313,7 +382,7 @@ def _split_to_count(groups: list[Group], count: int, weights: npt.NDArray[np.int
             continue
         index = max(splittable, key=lambda index: (_weight(weights, groups[index]), -index))
         group = groups[index]
-        total = np.cumsum(weights[group])
+        total = np.cumsum([weights[sample] for sample in group])
         cut = 1 + int(np.argmin(np.abs(2 * total[:-1] - total[-1])))
         groups[index : index + 1] = [group[:cut], group[cut:]]
     return groups
@@ -322,128 +391,93 @@ def _split_to_count(groups: list[Group], count: int, weights: npt.NDArray[np.int
 # ---- lb_micro ------------------------------------------------------------------------------------------
 
 
-def _lb_micro(weights: npt.NDArray[np.int64], limits: _Limits, num_ranks: int) -> list[list[Group]]:
+def _lb_micro(weights: list[int], limits: _Limits, paces: list[int]) -> list[list[Group]]:
+    num_ranks = len(paces)
     num_steps = -(-limits.min_groups() // num_ranks)
-    groups = _balanced_groups(weights, limits, num_steps * num_ranks)
+    groups = _balanced_groups(weights, limits, paces * num_steps)
     while groups is None:
         num_steps += 1
-        groups = _balanced_groups(weights, limits, num_steps * num_ranks)
-    # Micro-batches of similar cost share a step: the heaviest num_ranks of them are the first step.
-    groups.sort(key=lambda group: (-_weight(weights, group), group))
-    ranks: list[list[Group]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for step in range(num_steps):
-        by_load = sorted(range(num_ranks), key=lambda rank: (loads[rank], rank))
-        for rank, group in zip(by_load, groups[step * num_ranks : (step + 1) * num_ranks], strict=True):
-            ranks[rank].append(group)
-            loads[rank] += _weight(weights, group)
+        groups = _balanced_groups(weights, limits, paces * num_steps)
+    ranks: list[list[Group]] = [[] for _ in paces]
+    for pace in sorted(set(paces)):
+        # Among ranks of one pace the heaviest micro-batches, one for each, make up the first step, and so on.
+        alike = [rank for rank in range(num_ranks) if paces[rank] == pace]
+        theirs = [groups[step * num_ranks + rank] for step in range(num_steps) for rank in alike]
+        theirs.sort(key=lambda group: (-_weight(weights, group), group))
+        loads = dict.fromkeys(alike, 0)
+        for step in range(num_steps):
+            by_load = sorted(alike, key=lambda rank: (loads[rank], rank))
+            of_step = theirs[step * len(alike) : (step + 1) * len(alike)]
+            for rank, group in zip(by_load, of_step, strict=True):
+                ranks[rank].append(group)
+                loads[rank] += _weight(weights, group)
     return ranks
 
 
-def _balanced_groups(weights: npt.NDArray[np.int64], limits: _Limits, count: int) -> list[Group] | None:
-    """Exactly ``count`` micro-batches of similar cost (heaviest sample first, into the lightest with room).
+def _balanced_groups(weights: list[int], limits: _Limits, paces: list[int]) -> list[Group] | None:
+    """A micro-batch for each of ``paces``, of similar time; None where a sample fits into none of them.
 
-    Returns None where a sample fits into none of them.
+    The heaviest sample first, into the one that is done earliest and has room.
     """
-    groups: list[Group] = [[] for _ in range(count)]
-    num_tokens = [0] * count
-    heap = [(0, index) for index in range(count)]
+    groups: list[Group] = [[] for _ in paces]
+    num_tokens = [0] * len(paces)
+    loads = [0] * len(paces)
+    by_time = [(0, pace, index) for index, pace in enumerate(paces)]
+    heapq.heapify(by_time)
+    # Those that had no room for a sample wait here, the emptiest first, until a sample is short enough.
+    parked: list[tuple[int, int]] = []
     for sample in _heaviest_first(weights, range(len(limits.lengths))):
         length = limits.lengths[sample]
-        full: list[tuple[int, int]] = []
-        while heap and not limits.allow(num_tokens[heap[0][1]] + length, len(groups[heap[0][1]]) + 1):
-            full.append(heapq.heappop(heap))
-        if not heap:
+        while parked and limits.allow(parked[0][0] + length, 1):
+            index = heapq.heappop(parked)[1]
+            heapq.heappush(by_time, (loads[index] * paces[index], paces[index], index))
+        while by_time:
+            index = by_time[0][2]
+            if limits.allow(num_tokens[index] + length, len(groups[index]) + 1):
+                break
+            heapq.heappop(by_time)
+            if limits.allow(1, len(groups[index]) + 1):
+                heapq.heappush(parked, (num_tokens[index], index))
+        if not by_time:
             return None
-        load, index = heap[0]
         groups[index].append(sample)
         num_tokens[index] += length
-        heapq.heapreplace(heap, (load + int(weights[sample]), index))
-        for entry in full:
-            heapq.heappush(heap, entry)
+        loads[index] += weights[sample]
+        heapq.heapreplace(by_time, (loads[index] * paces[index], paces[index], index))
     return groups
 
 
 # ---- lb_mini -------------------------------------------------------------------------------------------
 
 
-def _lb_mini(weights: npt.NDArray[np.int64], limits: _Limits, num_ranks: int) -> list[list[Group]]:
-    owner = _longest_processing_time(weights, num_ranks)
-    _refine(weights, owner, num_ranks)
-    ranks: list[list[Group]] = [[] for _ in range(num_ranks)]
-    shares: list[Group] = [[] for _ in range(num_ranks)]
-    for sample, rank in enumerate(owner.tolist()):
-        shares[rank].append(sample)
-    for rank, share in enumerate(shares):
-        groups = _first_fit_decreasing(share, limits)
-        ranks[rank] = sorted(groups, key=lambda group: (-_weight(weights, group), group))
+def _lb_mini(weights: list[int], limits: _Limits, paces: list[int], find: FindExchanges) -> list[list[Group]]:
+    order = _heaviest_first(weights, range(len(weights)))
+    shares = assign([weights[sample] for sample in order], paces, find)
+    ranks: list[list[Group]] = []
+    for share in shares:
+        groups = _first_fit_decreasing([order[number] for number in share], limits)
+        ranks.append(sorted(groups, key=lambda group: (-_weight(weights, group), group)))
     return ranks
-
-
-def _longest_processing_time(weights: npt.NDArray[np.int64], num_ranks: int) -> npt.NDArray[np.int64]:
-    """Heaviest sample first to the rank with the least work (Graham 1969): the rank of each sample."""
-    owner = np.zeros(len(weights), dtype=np.int64)
-    heap = [(0, rank) for rank in range(num_ranks)]
-    for sample in _heaviest_first(weights, range(len(weights))):
-        load, rank = heap[0]
-        owner[sample] = rank
-        heapq.heapreplace(heap, (load + int(weights[sample]), rank))
-    return owner
-
-
-def _refine(weights: npt.NDArray[np.int64], owner: npt.NDArray[np.int64], num_ranks: int) -> None:
-    """Lower the largest load by moving or swapping samples of that rank; changes ``owner`` in place.
-
-    Every step takes the change after which the larger of the two ranks' loads is least. It ends at the
-    bound, when no change helps, or when the allowance of steps is used up.
-    """
-    if not len(weights):
-        return
-    loads = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(loads, owner, weights)
-    target = max(int(loads.sum()) / num_ranks, int(weights.max())) * (1 + _TOLERANCE)
-    for _ in range(_MOVES_PER_RANK * num_ranks):
-        top = int(np.argmax(loads))
-        if loads[top] <= target:
-            return
-        partners = np.argsort(loads, kind="stable")[:_PARTNER_RANKS]
-        partners = partners[partners != top]
-        if not len(partners):
-            return
-        mine = _thin_out(np.flatnonzero(owner == top))
-        theirs = _thin_out(np.flatnonzero(np.isin(owner, partners)))
-        # A move is a swap with nothing: one more partner of weight 0 on every rank.
-        their_weights = np.concatenate([weights[theirs], np.zeros(len(partners), dtype=np.int64)])
-        their_ranks = np.concatenate([owner[theirs], partners])
-        delta = weights[mine][:, None] - their_weights[None, :]
-        larger = np.maximum(loads[top] - delta, loads[their_ranks][None, :] + delta)
-        give, take = np.unravel_index(int(np.argmin(larger)), larger.shape)
-        if larger[give, take] >= loads[top]:
-            return
-        rank = int(their_ranks[take])
-        owner[mine[give]] = rank
-        if take < len(theirs):
-            owner[theirs[take]] = top
-        loads[top] -= delta[give, take]
-        loads[rank] += delta[give, take]
-
-
-def _thin_out(samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return samples[:: -(-len(samples) // _CANDIDATES) or 1]
 
 
 def _first_fit_decreasing(samples: Group, limits: _Limits) -> list[Group]:
     """Pack samples into few micro-batches: longest first, each into the first one that holds it."""
     groups: list[Group] = []
     num_tokens: list[int] = []
-    for sample in sorted(samples, key=lambda sample: (-limits.lengths[sample], sample)):
+    has_room: list[int] = []
+    ordered = sorted(samples, key=lambda sample: (-limits.lengths[sample], sample))
+    for sample in ordered:
         length = limits.lengths[sample]
-        for index, group in enumerate(groups):
-            if limits.allow(num_tokens[index] + length, len(group) + 1):
-                group.append(sample)
+        for index in has_room:
+            if limits.allow(num_tokens[index] + length, len(groups[index]) + 1):
+                groups[index].append(sample)
                 num_tokens[index] += length
                 break
         else:
+            index = len(groups)
             groups.append([sample])
             num_tokens.append(length)
+            has_room.append(index)
+        if not limits.allow(num_tokens[index] + limits.lengths[ordered[-1]], len(groups[index]) + 1):
+            has_room.remove(index)
     return groups
