@@ -44,6 +44,22 @@ def scatter_add_kernel(
         index += tl.num_programs(0)
 
 
+@triton.jit(do_not_specialize=["count", "offset"], do_not_specialize_on_alignment=["addresses", "source"])
+def add_message_kernel(addresses, source, count, offset, element: tl.constexpr, BLOCK: tl.constexpr):
+    """Add ``source`` [count] to the memory at ``addresses[0]``, from element ``offset`` on.
+
+    One compiled kernel for messages of any size: to load another while kernels wait could wait for them.
+    """
+    index = tl.program_id(0)
+    while index * BLOCK < count:
+        offsets = index.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < count
+        values = tl.load(source + offsets, mask=inside).to(element)
+        target = tl.load(addresses).to(tl.pointer_type(element))
+        tl.atomic_add(target + offset + offsets, values, mask=inside, sem="relaxed", scope="sys")
+        index += tl.num_programs(0)
+
+
 MAX_BULK_ROWS = 8
 """Descriptors that :func:`bulk_add_kernel` takes."""
 

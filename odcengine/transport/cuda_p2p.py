@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _PUBLISHED, _ARRIVED = 0, 1  # rows of words, one word a peer
 _WORD = 8
 _BLOCK, _WARPS, _PUSH_CTAS = 2048, 8, 132
-_LINE, _LINES, _BULK_WARPS, _BULK_CTAS = 256, 16, 4, 16  # measured: benchmarks/gpu-primitives.md
+_LINE, _LINES, _BULK_WARPS, _BULK_CTAS = 256, 32, 8, 32  # measured: benchmarks/gpu.md
 _PUSHES_IN_FLIGHT = 2
 _REASONS = {
     _kernels.ABORTED: "was given up because a rank failed",

@@ -2,10 +2,12 @@
 
 Peers whose memory is mapped here are treated as in ``cuda_p2p``. To a peer that is not mapped nothing but
 NVSHMEM's own operations leads: a pull is a ``get`` on the stream. A push is a message into a ring in the
-owner's memory, a put with signal; a thread of the owner's process watches the signals and enqueues the
-additions. A ring has a few slots for each pusher, and a pusher waits on its stream until one is free, with a
-deadline. At the barrier each pusher tells each owner how many messages it has sent in all, and the owner goes
-on when it has added exactly that many.
+owner's memory, a put with signal; a thread of the owner's process watches the signals, enqueues additions and
+tells the pusher that the slot is free. A ring has a few slots for each pusher; where all are taken, the
+pusher's host waits, with a deadline. No kernel waits for what a peer's host has yet to do: on both sides a host
+can be held up inside CUDA until its own device is through, and then neither would go on. At the barrier each
+pusher tells each owner how many messages it has sent in all, and the owner goes on when it has added exactly
+that many.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ HEAP_SLACK = 64 << 20
 _PUT, _FREED, _SENT = 0, 1, 2  # rows of words, one word a peer
 _WORD = 8
 _HEADER = 64  # bytes: number of the message, window, node, offset, elements, dtype
+_ACCUMULATORS = (torch.float32, torch.float64)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LONGEST_NAP_S = 2e-4
 _STOP_S = 10.0
@@ -98,6 +101,7 @@ class NvshmemTransport(CudaP2PTransport):
         self._uses_ring = False
         self._put = [0] * grid.node_size  # messages to each owner
         self._added = [0] * grid.node_size  # messages of each pusher that are enqueued for adding
+        self._free = [0] * grid.node_size  # messages to each owner whose slot is free again
         self._landing_free = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._last_added = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._thread: threading.Thread | None = None
@@ -157,12 +161,13 @@ class NvshmemTransport(CudaP2PTransport):
         super()._warm_up()
         if self._unmapped:
             device = self._device
+            warm = set[torch.dtype]()
             for window in self._windows:  # every kernel that the thread will need
-                if window.spec.dtype in (torch.float32, torch.float64) and window.local.numel():
+                kind = window.spec.dtype
+                if kind in _ACCUMULATORS and kind not in warm and window.local.numel():
+                    warm.add(kind)
                     for dtype in _DTYPES:
-                        nothing = torch.zeros(1, dtype=dtype, device=device)
-                        self._add_message(window, 0, 0, nothing)
-                    break
+                        self._add_message(window, 0, 0, torch.zeros(1, dtype=dtype, device=device))
             torch.cuda.synchronize(device)
             self._thread = threading.Thread(target=self._serve, name="odc-nvshmem", daemon=True)
             self._thread.start()
@@ -212,30 +217,42 @@ class NvshmemTransport(CudaP2PTransport):
         source = source.contiguous()
         if source.dtype not in _DTYPES:
             source = source.float()
+        step, waited = self._ring.chunk_nbytes // source.element_size(), 0.0
         with torch.cuda.stream(self._push_stream):
-            step = self._ring.chunk_nbytes // source.element_size()
             for start in range(0, source.numel(), step):
+                waited += self._wait_for_slot(peer)
                 self._send(window, peer, node, source[start : start + step], offset + start)
         source.record_stream(self._push_stream)
         self.traffic.num_pushes += 1
         self.traffic.pushed_bytes += source.numel() * source.element_size()
-        return 0.0
+        return waited
 
     def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:
         if self._all_mapped:
             return super().scatter_add(window, source, offset)
+        waited = 0.0
         for peer in self.grid.visits():
             for node, row in enumerate(self.grid.shards):
-                self.push_add(window, peer, node, source[row[peer]], offset)
-        return 0.0
+                waited += self.push_add(window, peer, node, source[row[peer]], offset)
+        return waited
+
+    def _wait_for_slot(self, peer: int) -> float:
+        """Seconds until the owner has room for another message of this rank."""
+        needed, waited = self._put[peer] + 1 - self._ring.slots, 0.0
+        if self._free[peer] < needed:
+            waited = self.control.wait_until(
+                lambda: self._failure is not None or self._free[peer] >= needed,
+                f"room for gradients in the ring of {self.control.describe(peer)}",
+                lambda: (peer,),
+            )
+            self._raise_status()
+        return waited
 
     def _send(self, window: Window, peer: int, node: int, part: torch.Tensor, offset: int) -> None:
-        """One message; the current stream is that of the pushes."""
-        ring, stream = self._ring, torch.cuda.current_stream(self._device)
+        """One message; the current stream is that of the pushes, and a slot is free."""
+        stream = torch.cuda.current_stream(self._device)
         self._put[peer] += 1
         number = self._put[peer]
-        if number > ring.slots:
-            self._wait_for_words(self._ring_words[_FREED, peer:], 1, number - ring.slots)
         header = [number, window.index, node, offset, part.numel(), _DTYPES.index(part.dtype), 0, 0]
         written = torch.tensor(header).pin_memory()
         content = part.view(torch.uint8)
@@ -287,7 +304,7 @@ class NvshmemTransport(CudaP2PTransport):
             torch.cuda.set_device(self._device)
             stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                seen = torch.zeros(self.grid.node_size, dtype=torch.int64, pin_memory=True)
+                seen = torch.zeros(2, self.grid.node_size, dtype=torch.int64, pin_memory=True)
                 header = torch.zeros(_HEADER // 8, dtype=torch.int64, pin_memory=True)
                 nap_s = 0.0
                 while not self._stop.is_set():
@@ -299,11 +316,12 @@ class NvshmemTransport(CudaP2PTransport):
             self.abort()
 
     def _take_all(self, stream: torch.cuda.Stream, seen: torch.Tensor, header: torch.Tensor) -> bool:
-        seen.copy_(self._ring_words[_PUT], non_blocking=True)
+        seen.copy_(self._ring_words[: _FREED + 1], non_blocking=True)
         stream.synchronize()
+        put, self._free = seen.tolist()
         found = False
         for pusher in self._unmapped:
-            while self._added[pusher] < int(seen[pusher]) and not self._stop.is_set():
+            while self._added[pusher] < put[pusher] and not self._stop.is_set():
                 self._take(pusher, stream, header)
                 found = True
         return found
@@ -326,14 +344,11 @@ class NvshmemTransport(CudaP2PTransport):
     def _add_message(self, window: Window, node: int, offset: int, content: torch.Tensor) -> None:
         shard = self.grid.shards[node][self.grid.local]
         count = content.numel()
-        _kernels.scatter_add_kernel[(min(-(-count // 2048), 32),)](
+        _kernels.add_message_kernel[(min(-(-count // 2048), 32),)](
             self._addresses[window.index][shard : shard + 1],
             content,
             count,
-            count,
-            1,
             offset,
-            0,
             element=element_of(window.spec.dtype),
             BLOCK=2048,
             num_warps=8,
