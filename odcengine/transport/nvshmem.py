@@ -2,12 +2,12 @@
 
 Peers whose memory is mapped here are treated as in ``cuda_p2p``. To a peer that is not mapped nothing but
 NVSHMEM's own operations leads: a pull is a ``get`` on the stream. A push is a message into a ring in the
-owner's memory, a put with signal; a thread of the owner's process watches the signals, enqueues additions and
-tells the pusher that the slot is free. A ring has a few slots for each pusher; where all are taken, the
 owner's memory, a put with signal; a thread of the owner watches the signals, enqueues the additions and tells
-can be held up inside CUDA until its own device is through, and then neither would go on. At the barrier each
-pusher tells each owner how many messages it has sent in all, and the owner goes on when it has added exactly
-that many.
+the pusher that the slot is free. A ring has a few slots for each pusher; where all are taken, the pusher's
+host waits, with a deadline. No kernel waits for what a peer's host has yet to do: on both sides a host can be
+held up inside CUDA until its own device is through, and then neither would go on. At the barrier each pusher
+tells each owner how many messages it has sent in all, and the owner goes on when it has added exactly that
+many.
 """
 
 from __future__ import annotations
