@@ -62,7 +62,7 @@ class Plan:
         costs: for each rank the predicted cost of each of its micro-batches, same nesting.
         bound: no assignment of whole samples can be done earlier: the mean load or what the longest samples
             take, in the unit of the costs (``assign.lower_bound``).
-        speeds: relative speed of each rank; ``()`` where all are equal.
+        speeds: relative speed of each rank; ``()`` where all are 1.
         lengths: tokens of each sample: what the plan was made from.
     """
 
@@ -253,7 +253,7 @@ def make_plan(
             per_micro_batch=per_micro_batch,
             num_micro_batches=limits.min_groups(),
         ),
-        speeds=() if speeds is None or len(set(speeds)) == 1 else tuple(map(float, speeds)),
+        speeds=() if speeds is None or set(speeds) == {1.0} else tuple(map(float, speeds)),
         lengths=tuple(lengths),
     )
 

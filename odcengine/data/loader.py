@@ -3,6 +3,11 @@
 Which samples form a minibatch depends on seed, epoch and ``train_batch_size`` only, not on the number of
 ranks, the strategy or the limits. Who computes which of them is the plan's matter (``odcengine.balance``).
 Both are pure functions that every rank evaluates for itself; the loader communicates nothing.
+
+The next minibatch is planned in a thread while the present one is computed. With an
+:class:`~odcengine.balance.OnlineCost` it is planned with what was measured in the steps up to the last but
+one before it: the last one is still running then. That holds for every minibatch, also for the first after a
+position was loaded, so it does not depend on when a thread got its turn, and all ranks plan alike.
 """
 
 from __future__ import annotations
@@ -11,13 +16,15 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from odcengine.balance import Fit, OnlineCost
 from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, Plan, make_plan
 from odcengine.data.batch import num_targets_of, pack_samples, truncate_sample
 from odcengine.errors import ConfigError, UsageError
@@ -147,7 +154,8 @@ class MinibatchLoader:
         seed: of the order of samples.
         shuffle: a new order every epoch; else the data set's order.
         drop_last: leave out an epoch's last minibatch if it is short; else it counts fully.
-        cost: costs of sequences from their lengths; :meth:`odcengine.balance.CostModel.default` if None.
+        cost: costs of sequences from their lengths; :meth:`odcengine.balance.CostModel.default` if None. An
+            :class:`~odcengine.balance.OnlineCost` learns costs and speeds from what :meth:`measured` is told.
         max_length: limit of tokens in a sample; ``max_tokens`` if None, and never more than that.
         too_long: what to do with samples longer than the limit: ``error``, ``truncate`` (only samples
             that the loader packs itself) or ``skip``.
@@ -175,7 +183,7 @@ class MinibatchLoader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        cost: Costs | None = None,
+        cost: Costs | OnlineCost | None = None,
         max_length: int | None = None,
         too_long: str = "error",
         length_fn: Callable[[Any], int] | None = None,
@@ -227,6 +235,9 @@ class MinibatchLoader:
         self.asked_at = -math.inf
         self.on_load: OnLoad | None = None
         self._current: Minibatch | None = None
+        self._unmeasured: Minibatch | None = None  # handed out by iterating, and its step has not ended
+        self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="odc-plan")
+        self._planned: tuple[tuple[int, int], Future[Minibatch]] | None = None
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
         if len(self) == 0:
             raise ConfigError(
@@ -259,12 +270,48 @@ class MinibatchLoader:
             self.asked_at = time.perf_counter()
             # Counted when it is handed out: state is saved after the step that uses it.
             self.index += 1
-            self._current = self.minibatch(self.index - 1)
+            self._current = self._unmeasured = self._take_planned(self.epoch, self.index - 1)
+            self._plan_next()
             if self.on_load is not None:
                 self.on_load(self.asked_at, time.perf_counter(), None)
             yield self._current
         self.epoch += 1
         self.index = 0
+
+    def _take_planned(self, epoch: int, index: int) -> Minibatch:
+        """The minibatch that was planned in the background, or one planned now."""
+        planned, self._planned = self._planned, None
+        if planned is not None and planned[0] == (epoch, index):
+            return planned[1].result()  # of a thread of this process that only computes
+        return self._make_minibatch(epoch, index, self._freeze_fit(skip_last=1))
+
+    def _plan_next(self) -> None:
+        """Plan in the background what iterating gives next, with what has been measured up to now."""
+        following = (self.epoch, self.index) if self.index < len(self) else (self.epoch + 1, 0)
+        future = self._planner.submit(self._make_minibatch, *following, self._freeze_fit(skip_last=0))
+        self._planned = (following, future)
+
+    def _freeze_fit(self, skip_last: int) -> Callable[[], Fit] | None:
+        return self.cost.freeze(skip_last=skip_last) if isinstance(self.cost, OnlineCost) else None
+
+    def measured(self, busy_s: Sequence[float], num_samples: int | None) -> None:
+        """Tell how long the step took that ended just now, where ``cost`` learns from it.
+
+        Every rank calls it after each step with the same numbers. A step over anything but all samples of the
+        minibatch that iterating gave last teaches nothing.
+
+        Args:
+            busy_s: seconds of each rank at work, without waiting for others.
+            num_samples: samples computed by all ranks together; None where unknown.
+        """
+        minibatch, self._unmeasured = self._unmeasured, None
+        if not isinstance(self.cost, OnlineCost):
+            return
+        if minibatch is not None and num_samples == minibatch.num_samples_global:
+            self.cost.update(minibatch.plan, busy_s)
+        line = self.cost.report() if self.rank == 0 else None
+        if line is not None:
+            logger.warning(line)
 
     def set_epoch(self, epoch: int) -> None:
         """Continue at the start of an epoch; at the present position if it is the present epoch.
@@ -280,7 +327,9 @@ class MinibatchLoader:
             self.index = 0
 
     def minibatch(self, index: int, epoch: int | None = None) -> Minibatch:
-        """Any minibatch by its number, without moving the position; for replay and planning.
+        """Any minibatch by its number, without moving the position; for replay.
+
+        Its plan is the one that iterating gives, but for a ``cost`` that has learned something in between.
 
         Args:
             index: number within the epoch, 0 to ``len(loader) - 1``.
@@ -289,6 +338,11 @@ class MinibatchLoader:
         if not 0 <= index < len(self):
             raise UsageError(f"minibatch {index} of an epoch of {len(self)}")
         epoch = self.epoch if epoch is None else epoch
+        return self._make_minibatch(epoch, index, self._freeze_fit(skip_last=1))
+
+    def _make_minibatch(self, epoch: int, index: int, make_fit: Callable[[], Fit] | None) -> Minibatch:
+        fit = None if make_fit is None else make_fit()
+        cost = fit.cost if fit is not None else self.cost
         start = index * self.train_batch_size
         samples = self._order(epoch)[start : start + self.train_batch_size]
         plan = make_plan(
@@ -297,7 +351,8 @@ class MinibatchLoader:
             strategy=self.strategy,
             max_tokens=self.max_tokens,
             max_samples=self.max_samples,
-            cost=self.cost,
+            cost=None if isinstance(cost, OnlineCost) else cost,
+            speeds=None if fit is None else fit.speeds,
         )
         targets = None if self.num_targets is None else self.num_targets[samples]
         ids = tuple(samples.tolist())
@@ -314,17 +369,20 @@ class MinibatchLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, to be saved between a step and the next minibatch.
+        """The position, and what ``cost`` has learned; to be saved between a step and the next minibatch.
 
         A minibatch counts as used as soon as it was handed out. The position does not depend on the number of
         ranks, so another number may load it.
         """
         at_end = self.index >= len(self)
-        return {
+        state = {
             "epoch": self.epoch + at_end,
             "index": 0 if at_end else self.index,
             **self._identity(),
         }
+        if isinstance(self.cost, OnlineCost):
+            state["cost"] = self.cost.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
@@ -346,6 +404,9 @@ class MinibatchLoader:
         if wrong:
             raise UsageError(f"the saved data position does not fit this loader: {'; '.join(wrong)}")
         self.epoch, self.index = int(state["epoch"]), int(state["index"])
+        self._planned = self._unmeasured = None
+        if isinstance(self.cost, OnlineCost) and "cost" in state:
+            self.cost.load_state_dict(state["cost"])
 
     def _identity(self) -> dict[str, Any]:
         """What has to be equal for a position to mean the same samples."""
@@ -366,14 +427,15 @@ class MinibatchLoader:
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Data set indices in the order of an epoch; kept for the last epoch asked for."""
-        if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:
+        kept = self._order_of_epoch
+        if kept is None or kept[0] != epoch:
             order = self._usable
             if self.shuffle:
                 # Sorting raw bits: of numpy's generators only the raw stream is the same in every version.
                 bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(order))
                 order = order[np.argsort(bits, kind="stable")]
-            self._order_of_epoch = (epoch, order)
-        return self._order_of_epoch[1]
+            kept = self._order_of_epoch = (epoch, order)  # another thread may replace it at once
+        return kept[1]
 
     def _timed_load(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
         start = time.perf_counter()
