@@ -25,7 +25,9 @@ from odcengine.models.varlen import can_use_varlen, kernels_run_on, varlen_atten
 _KERNELS = varlen_kernels()
 # Marks it: dynamo cannot trace the question to the device, and its answer does not change.
 torch.compiler.assume_constant_result(kernels_run_on)  # type: ignore[no-untyped-call]
-_uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+_uncompiled = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    packed_attention, reason="attention goes through the samples one by one"
+)
 
 
 def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor") -> None:
