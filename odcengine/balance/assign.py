@@ -95,7 +95,24 @@ def assign(
     ranks = longest_first(weights, paces)
     if weights:
         _Search(ranks, find).run()
-    return ranks.samples
+    return _rotated(ranks)
+
+
+def _rotated(ranks: Ranks) -> list[list[int]]:
+    """Shares of samples, passed on among ranks of one pace.
+
+    Else the first ranks would have the longest samples in every minibatch, and what those cost more or less
+    than predicted would look like a difference between ranks.
+    """
+    shift = sum(ranks.weights)
+    shares = ranks.samples.copy()
+    of_pace: dict[int, list[int]] = {}
+    for rank, pace in enumerate(ranks.paces):
+        of_pace.setdefault(pace, []).append(rank)
+    for alike in of_pace.values():
+        for place, rank in enumerate(alike):
+            shares[alike[(place + shift) % len(alike)]] = ranks.samples[rank]
+    return shares
 
 
 def longest_first(weights: Sequence[int], paces: Sequence[int]) -> Ranks:
@@ -160,17 +177,18 @@ class _Search:
                 if idle_sweeps > _PATIENCE or self._allowance <= 0:
                     return
                 best = last
-                self._sweep(ranks, shuffled=sweep >= _STEERED_SWEEPS)
+                if not self._sweep(ranks, shuffled=sweep >= _STEERED_SWEEPS):
+                    return
                 sweep += 1
 
-    def _sweep(self, ranks: Ranks, shuffled: bool) -> None:
-        """Every late rank makes its best exchange with one of its partners."""
+    def _sweep(self, ranks: Ranks, shuffled: bool) -> bool:
+        """Every late rank makes its best exchange with one of its partners; False where all was tried."""
         order = sorted(range(len(ranks.paces)), key=ranks.times.__getitem__)
         num_late = sum([time > self._target for time in ranks.times])
         early, late = order[: len(order) - num_late], order[: -num_late - 1 : -1]
         late = late[: len(early)]
         if not late:
-            return
+            return False
         shift = self._random(len(early)) if shuffled else 0
         num_partners = min(_MAX_PARTNERS, len(early) // len(late))
         partners = [early[(place + shift) % len(early)] for place in range(num_partners * len(late))]
@@ -186,6 +204,8 @@ class _Search:
             if choices:
                 choice = place + min(choices)[1] * len(late)
                 self._apply(ranks, pairs[choice], found[choice])
+        everybody_asked = len(late) == 1 and num_partners == len(early)
+        return not everybody_asked or any(found)
 
     @staticmethod
     def _apply(ranks: Ranks, pair: Pair, exchange: Exchange | None) -> None:

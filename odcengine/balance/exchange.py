@@ -20,6 +20,7 @@ Array = npt.NDArray[np.int64]
 
 _PAIRS_FOR_NUMPY = 4
 _SUMS_AT_ONCE = 1 << 17
+_SUMS_ANYWAY = 1 << 13  # so few that it does not matter how many there are
 
 
 @dataclass
@@ -160,10 +161,10 @@ def best_exchanges_numpy(ranks: Ranks, pairs: Sequence[Pair], max_pool: int) -> 
     num_small = sum([size <= max_pool for size in sizes])
     start = 0
     while start < num_small:
-        # Pools of one size at once, as many as a cache holds the sums of.
+        # Pools of about one size at once, as many as a cache holds the sums of.
         size = sizes[places[start]]
         stop = min(num_small, start + max(1, _SUMS_AT_ONCE >> size))
-        while sizes[places[stop - 1]] > size + 1:
+        while sizes[places[stop - 1]] > size + 1 and stop - start > _SUMS_ANYWAY >> sizes[places[stop - 1]]:
             stop -= 1
         _best_splits(ranks, pairs, places[start:stop], found)
         start = stop
@@ -181,24 +182,27 @@ def _best_splits(
     # Filled up with samples of weight 0 at the end: subsets without these come first.
     values = np.array(
         [[ranks.weights[sample] for sample in pool] + [0] * (width - len(pool)) for pool in pools],
-        dtype=np.int64,
+        dtype=np.int32,
     ).reshape(len(pools), width)
+    total = values.sum(axis=1, dtype=np.int32)
     first_pace, second_pace, before = _paces_and_times(ranks, pairs, places)
     equal = bool((first_pace == second_pace).all())
     # With equal paces a subset is as good as the rest: the last sample stays with the second rank.
     digits = max(0, width - 1) if equal else width
-    sums = np.zeros((len(pools), 1 << digits), dtype=np.int64)
+    # By how much the first rank has more than the second, for each subset: of 2**24 by at most 2**6 samples.
+    surplus = np.empty((len(pools), 1 << digits), dtype=np.int32)
+    surplus[:, 0] = -total
     for digit in range(digits):
         half = 1 << digit
-        np.add(sums[:, :half], values[:, digit, None], out=sums[:, half : 2 * half])
-    total = values.sum(axis=1)
+        np.add(surplus[:, :half], 2 * values[:, digit, None], out=surplus[:, half : 2 * half])
     if equal:
-        subsets = np.abs(2 * sums - total[:, None]).argmin(axis=1)
+        subsets = np.abs(surplus).argmin(axis=1)  # the first of equals, as in plain Python
     else:
-        times = np.maximum(sums * first_pace[:, None], (total[:, None] - sums) * second_pace[:, None])
-        subsets = times.argmin(axis=1)  # the first of equals, as in plain Python
-    kept = sums[np.arange(len(pools)), subsets]
-    best = np.maximum(kept * first_pace, (total - kept) * second_pace)
+        first_time = (total[:, None] + surplus) // 2 * first_pace[:, None]
+        second_time = (total[:, None] - surplus) // 2 * second_pace[:, None]
+        subsets = np.maximum(first_time, second_time).argmin(axis=1)
+    more = surplus[np.arange(len(pools)), subsets]
+    best = np.maximum((total + more) // 2 * first_pace, (total - more) // 2 * second_pace)
     for row in np.flatnonzero(best < before).tolist():
         found[places[row]] = _split(int(best[row]), pools[row], int(subsets[row]))
 

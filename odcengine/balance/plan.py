@@ -334,7 +334,8 @@ class _Limits:
 
 
 def _heaviest_first(weights: list[int], samples: Iterable[int]) -> Group:
-    return sorted(samples, key=lambda sample: (-weights[sample], sample))
+    # Sorting is stable: of equal ones the first comes first.
+    return sorted(sorted(samples), key=weights.__getitem__, reverse=True)
 
 
 def _weight(weights: list[int], group: Group) -> int:
@@ -465,11 +466,14 @@ def _first_fit_decreasing(samples: Group, limits: _Limits) -> list[Group]:
     groups: list[Group] = []
     num_tokens: list[int] = []
     has_room: list[int] = []
-    ordered = sorted(samples, key=lambda sample: (-limits.lengths[sample], sample))
+    max_tokens = math.inf if limits.max_tokens is None else limits.max_tokens
+    max_samples = math.inf if limits.max_samples is None else limits.max_samples
+    ordered = sorted(sorted(samples), key=limits.lengths.__getitem__, reverse=True)
+    shortest = limits.lengths[ordered[-1]] if ordered else 0
     for sample in ordered:
         length = limits.lengths[sample]
         for index in has_room:
-            if limits.allow(num_tokens[index] + length, len(groups[index]) + 1):
+            if num_tokens[index] + length <= max_tokens:
                 groups[index].append(sample)
                 num_tokens[index] += length
                 break
@@ -478,6 +482,6 @@ def _first_fit_decreasing(samples: Group, limits: _Limits) -> list[Group]:
             groups.append([sample])
             num_tokens.append(length)
             has_room.append(index)
-        if not limits.allow(num_tokens[index] + limits.lengths[ordered[-1]], len(groups[index]) + 1):
+        if num_tokens[index] + shortest > max_tokens or len(groups[index]) >= max_samples:
             has_room.remove(index)
     return groups
