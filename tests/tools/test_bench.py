@@ -201,6 +201,45 @@ def test_empty_micro_batches_add_nothing() -> None:
         assert fsdp2[0] == pytest.approx(6.24, abs=0.2)
 
 
+def test_compiled_models_have_compiled_blocks() -> None:
+    from odc_tools.bench.workloads import build_model, model_config
+
+    config = model_config("tiny")
+    for compiled in (False, True):
+        model = build_model(config, seed=0, device="cpu", checkpointing=True, compiled=compiled)
+        found = {
+            type(module).__name__ for module in model.modules() if module._compiled_call_impl is not None
+        }
+        assert found == ({"Qwen2DecoderLayer"} if compiled else set())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_training_with_compiled_blocks(tmp_path: Path) -> None:
+    """The same losses with and without, by every method."""
+    losses = {}
+    for option in ([], ["--compile"]):
+        file = tmp_path / f"training{len(option)}.json"
+        words = ["--device", "cpu", "--workload", "longalign", "--shape", "tiny", "--length-scale", "0.002"]
+        words += [
+            "--seeds",
+            "0",
+            "--sequences",
+            "2",
+            "--rounds",
+            "1",
+            "--budget-s",
+            "800",
+            "--no-checkpointing",
+        ]
+        words += ["--methods", "fsdp2/lb_micro", "odc/lb_mini", "--json", str(file), *option]
+        done = bench("training", *words, cwd=tmp_path, timeout_s=800)
+        record = result(done, file)
+        assert ("blocks compiled" in done.stdout) == bool(option)
+        losses[len(option)] = [step["loss"] for step in record["steps"]]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys; from odc_tools.cli import main\n"

@@ -81,6 +81,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--length-scale", type=float, default=1.0, metavar="F", help="factor on all lengths (default: 1)")
     add("--transport", default="auto", metavar="NAME", help="odc.transport (default: auto)")
     add("--no-checkpointing", action="store_true", help="keep activations instead of recomputing blocks")
+    add("--compile", action="store_true", help="every method with compiled blocks (model.compile)")
     add(
         "--budget-s",
         type=float,

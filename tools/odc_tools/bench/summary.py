@@ -230,6 +230,8 @@ def format_record(record: dict[str, Any]) -> str:
         f"{len(lengths) // record['ranks']} sequences a rank, {len({m for m, _ in measured})} minibatches, "
         f"{len(measured)} measurements of each method"
     ]
+    if arguments.get("compile"):  # results made before there was the option do not have it
+        lines[0] += ", blocks compiled"
     if arguments["length_scale"] != 1:
         lines[0] += f", lengths times {arguments['length_scale']:g}"
     if "summary" in record:

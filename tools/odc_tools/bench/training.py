@@ -121,6 +121,7 @@ class _Run:
             seed=0,
             device=str(self._ranks.device),
             checkpointing=not options.no_checkpointing,
+            compiled=options.compile,
         )
         if self._ranks.on_gpu:
             torch.cuda.empty_cache()  # the weights were drawn there

@@ -200,7 +200,9 @@ def model_config(shape: str) -> Any:
     return Qwen2Config(**SHAPES[shape])
 
 
-def build_model(config: Any, *, seed: int, device: str, checkpointing: bool) -> nn.Module:
+def build_model(
+    config: Any, *, seed: int, device: str, checkpointing: bool, compiled: bool = False
+) -> nn.Module:
     """A model with random fp32 weights on the CPU, ready for packed rows.
 
     Args:
@@ -208,6 +210,7 @@ def build_model(config: Any, *, seed: int, device: str, checkpointing: bool) -> 
         seed: of the weights.
         device: where they are drawn; a GPU takes seconds where a CPU takes minutes.
         checkpointing: recompute every block in the backward.
+        compiled: compile every block, as ``model.compile`` does.
 
     Returns:
         The model in training mode. Its attention and loss are odcengine's (``odcengine.models``).
@@ -216,6 +219,7 @@ def build_model(config: Any, *, seed: int, device: str, checkpointing: bool) -> 
     from transformers import AutoModelForCausalLM
 
     from odcengine.models import enable_checkpointing, prepare_model
+    from odcengine.sharding.wrap import block_modules
 
     torch.manual_seed(seed)
     with torch.device(device):
@@ -224,4 +228,8 @@ def build_model(config: Any, *, seed: int, device: str, checkpointing: bool) -> 
     prepare_model(model.to("cpu"))
     if checkpointing:
         enable_checkpointing(model)
+    if compiled:
+        from odcengine.models.compiled import compile_blocks
+
+        compile_blocks(block_modules(model))
     return model.train()
