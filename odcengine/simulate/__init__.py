@@ -1,0 +1,18 @@
+"""Simulation of minibatches: how long a plan takes, and how long ranks wait, without running it."""
+
+from __future__ import annotations
+
+from odcengine.simulate.dynamic import make_bundles, simulate_dynamic
+from odcengine.simulate.measured import MeasuredRun, RunFit
+from odcengine.simulate.minibatch import Communication, Machine, Outcome, simulate
+
+__all__ = [
+    "Communication",
+    "Machine",
+    "MeasuredRun",
+    "Outcome",
+    "RunFit",
+    "make_bundles",
+    "simulate",
+    "simulate_dynamic",
+]
