@@ -32,12 +32,11 @@ PACE = 1024
 _MAX_SLOWNESS = 64
 _RANK_BITS = 20
 _STEERED_SWEEPS = 3  # in which the last rank's partner is the first, and so on; random ones later
-_TOLERANCES = (2e-3, 1e-3, 3e-4, TOLERANCE)
-_PAIRS_PER_RANK = 24
-_PATIENCE = 12
-_MAX_PARTNERS = 16
+_TOLERANCES = (1e-3, 3e-4, TOLERANCE)  # one after the other
+_PAIRS_PER_RANK = 16  # that are looked at, on average
+_MAX_PARTNERS = 16  # of a rank in a sweep
+_PATIENCE = 12  # sweeps in which the last rank stays as it is
 _KICKS = 12
-_GOOD_ENOUGH = 1e-3
 _KICKED_SAMPLES = 256  # no kicks with more
 
 FindExchanges = Callable[[Ranks, Sequence[Pair], int], "list[Exchange | None]"]
@@ -144,7 +143,6 @@ class _Search:
         self._ranks = ranks
         self._find = find
         speeds = [1 / pace for pace in ranks.paces]
-        self._mean = math.fsum(ranks.weights) / math.fsum(speeds)
         self._bound = lower_bound(ranks.weights, speeds)
         self._target = self._bound * (1 + TOLERANCE)
         # Two ranks are dealt their samples anew in the best of all ways if they have few.
@@ -157,7 +155,7 @@ class _Search:
         if len(ranks.weights) > _KICKED_SAMPLES or len(ranks.paces) < 3:
             return
         for _ in range(_KICKS):
-            if max(ranks.times) <= self._bound * (1 + _GOOD_ENOUGH):
+            if max(ranks.times) <= self._bound * (1 + _TOLERANCES[0]):
                 return
             other = ranks.copy()
             self._kick(other)
