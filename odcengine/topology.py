@@ -383,6 +383,8 @@ def _carries(outer: _Claim, inner: _Claim, elastic: bool) -> bool:
             return False
         if size == inner_size and not elastic:  # one rank a node: only torchrun's agents number them anew
             return False
+    if outer.get("num_nodes") is not None:
+        return size == outer.get("num_nodes")
     return size == 1 or outer.get("local_world_size") == 1
 
 
