@@ -6,8 +6,8 @@
 Each line is a strategy on some minibatches of a workload (``odc_tools/bench/workloads.py``), planned for a 7B
 model with micro-batches of at most 65,536 tokens. "Above the bound" is the predicted duration, with the
 communication that the strategy is for, over the lower bound (``odcengine.balance.assign.lower_bound``).
-Karmarkar-Karp is what the peers plan with (verl's unequal variant): the same costs, on demand. Times are those
-of the CPU, the median over minibatches, so that other load on the machine matters less.
+Karmarkar-Karp is what the peers plan with (verl's unequal variant): the same costs, on demand. Times are
+those of the CPU, the median over minibatches, so that other load on the machine matters less.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def main() -> None:
         "--kk-limit", type=int, default=1 << 18, help="no Karmarkar-Karp where ranks * sequences is more"
     )
     options = parser.parse_args()
-    print(
-        "| strategy | workload | ranks x sequences | idle at the bound % | above it %: mean | worst | CPU ms |"
-    )
+    print("| strategy | workload | ranks x sequences | idle at the bound % | above it %, mean | worst | ms |")
     print("|---|---|---|---|---|---|---|")
     for name in options.workloads:
         for num_ranks in options.ranks:

@@ -35,8 +35,8 @@ _STEERED_SWEEPS = 3  # in which the last rank's partner is the first, and so on;
 _TOLERANCES = (1e-3, 3e-4, TOLERANCE)  # one after the other
 _PAIRS_PER_RANK = 16  # that are looked at, on average
 _MAX_PARTNERS = 16  # of a rank in a sweep
-_PATIENCE = 12  # sweeps in which the last rank stays as it is
-_KICKS = 12
+_PATIENCE, _PATIENCE_AFTER_KICK = 12, 3  # sweeps in which the last rank stays as it is
+_KICKS = 16
 _KICKED_SAMPLES = 256  # no kicks with more
 
 FindExchanges = Callable[[Ranks, Sequence[Pair], int], "list[Exchange | None]"]
@@ -151,7 +151,7 @@ class _Search:
 
     def run(self) -> None:
         ranks = self._ranks
-        self._improve(ranks)
+        self._improve(ranks, _PATIENCE)
         if len(ranks.weights) > _KICKED_SAMPLES or len(ranks.paces) < 3:
             return
         for _ in range(_KICKS):
@@ -159,11 +159,11 @@ class _Search:
                 return
             other = ranks.copy()
             self._kick(other)
-            self._improve(other)
+            self._improve(other, _PATIENCE_AFTER_KICK)
             if max(other.times) <= max(ranks.times):
                 ranks.samples, ranks.loads, ranks.times = other.samples, other.loads, other.times
 
-    def _improve(self, ranks: Ranks) -> None:
+    def _improve(self, ranks: Ranks, patience: int) -> None:
         """Sweep until all ranks are done by the bound, the last one cannot be helped, or it was enough."""
         self._allowance = _PAIRS_PER_RANK * len(ranks.paces)
         for tolerance in _TOLERANCES:
@@ -172,7 +172,7 @@ class _Search:
             while max(ranks.times) > self._target:
                 last = max(ranks.times)
                 idle_sweeps = 0 if last < best else idle_sweeps + 1
-                if idle_sweeps > _PATIENCE or self._allowance <= 0:
+                if idle_sweeps > patience or self._allowance <= 0:
                     return
                 best = last
                 if not self._sweep(ranks, shuffled=sweep >= _STEERED_SWEEPS):
