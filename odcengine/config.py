@@ -64,6 +64,15 @@ def _block_classes(value: Any) -> Any:
     raise ValueError("expected auto or a list of class names such as [LlamaDecoderLayer]")
 
 
+def _assignments(value: Any) -> Any:
+    """Checks ``launch.env``."""
+    for item in value if isinstance(value, tuple) else ():
+        name, equals, _ = item.partition("=") if isinstance(item, str) else ("", "", "")
+        if not equals or not name.isascii() or not name.isidentifier():
+            raise ValueError(f"expected a list of NAME=VALUE, found {item!r}")
+    return value
+
+
 def _signals(value: Any) -> Any:
     """Checks ``launch.signals``; SIGTERM and TERM are the same."""
     if not isinstance(value, tuple):
@@ -460,6 +469,37 @@ class Launch(_Section):
     )
     show: Literal["all", "rank0", "none"] = Field(
         default="all", description="Whose output appears on the launcher's own output."
+    )
+    launcher: Literal["auto", "local", "slurm", "mpi"] = Field(
+        default="auto", description="How ranks get to their nodes; auto: by the environment and nodes."
+    )
+    nodes: Int | None = Field(
+        default=None, ge=1, description="Nodes; from outside of an allocation a job for them is submitted."
+    )
+    env: Annotated[tuple[str, ...], BeforeValidator(_assignments)] = Field(
+        default=(), description="NAME=VALUE that every rank gets, byte for byte."
+    )
+    env_expand: Annotated[tuple[str, ...], BeforeValidator(_assignments)] = Field(
+        default=(), description="The same, with $NAME and ${NAME} replaced by what the rank inherits."
+    )
+    interface: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Network interface for gloo, NCCL and NVSHMEM's start; null: they choose.",
+    )
+    container_image: str | None = Field(
+        default=None, min_length=1, description="Passed to srun as --container-image (pyxis)."
+    )
+    hostfile: str | None = Field(
+        default=None, min_length=1, description="Passed to mpirun: the hosts, that of rank 0 first."
+    )
+    sbatch_args: tuple[str, ...] = Field(
+        default=(), description="Further options of the submitted job, such as --time=02:00:00."
+    )
+    srun_args: tuple[str, ...] = Field(default=(), description="Further options of srun.")
+    mpirun_args: tuple[str, ...] = Field(default=(), description="Further options of mpirun.")
+    max_restarts: Int = Field(
+        default=0, ge=0, description="How often a SLURM job that ends with exit code 75 is requeued."
     )
 
 
