@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shlex
 import signal
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from odcengine._version import __version__
 from odcengine.errors import ConfigError
 
 DEFAULT_GRACE_S = 30.0
@@ -17,7 +20,9 @@ RANKS_PER_CORE_LIMIT = 4
 
 # Of the environment that ranks inherit, what a reader of the plan wants to see.
 SHOWN_PREFIXES = ("NVSHMEM_", "NCCL_", "CUDA_", "TORCH", "ODC", "OMP_", "MKL_", "HF_", "WANDB_")
+INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
 _SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD", re.IGNORECASE)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _RANK_NAMES = (
     "RANK",
     "WORLD_SIZE",
@@ -46,6 +51,10 @@ class Request:
         oversubscribe: allow far more ranks than cores.
         grace_s: seconds that ranks have to end by themselves.
         signals: names of the signals that are passed on; INT and TERM always are.
+        env: variables that every rank gets, byte for byte.
+        env_expand: the same, with $NAME and ${NAME} replaced by what the rank inherits.
+        interface: network interface for the libraries that ask for one.
+        config_hash: hash of the config file's bytes.
     """
 
     target: str
@@ -59,6 +68,39 @@ class Request:
     oversubscribe: bool = False
     grace_s: float = DEFAULT_GRACE_S
     signals: tuple[str, ...] = DEFAULT_SIGNALS
+    env: Mapping[str, str] = field(default_factory=dict)
+    env_expand: Mapping[str, str] = field(default_factory=dict)
+    interface: str | None = None
+    config_hash: str | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which ranks of the job a launch on this host starts, as srun or mpirun placed them.
+
+    Attributes:
+        ranks: global rank of each, ascending.
+        local_ranks: the index of each among the ranks of its node.
+        world_size: number of ranks of the job.
+        local_world_size: number of ranks of this node; None where unknown.
+        node_rank: index of this node; None where unknown.
+        num_nodes: number of nodes; None where unknown.
+        master_addr: the host of rank 0.
+        source: who placed them, in words.
+        signals_reach_ranks: the scheduler signals the ranks itself, so that passing on would do it twice.
+        reported_above: the launch that started this step tells its failures.
+    """
+
+    ranks: tuple[int, ...]
+    local_ranks: tuple[int, ...]
+    world_size: int
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
+    master_addr: str
+    source: str
+    signals_reach_ranks: bool = False
+    reported_above: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +151,8 @@ class LaunchPlan:
         signals: signals that are passed on.
         summary: one line that says what is started.
         warnings: what the user should know, one line each.
+        hash: equal for launches that start the same job alike; the ranks compare it.
+        place: where srun or mpirun placed these ranks; None: they are the whole job.
     """
 
     host: str
@@ -120,40 +164,58 @@ class LaunchPlan:
     signals: tuple[signal.Signals, ...]
     summary: str
     warnings: tuple[str, ...]
+    hash: str
+    place: Place | None = None
 
 
-def make_plan(request: Request, environ: Mapping[str, str], machine: Machine) -> LaunchPlan:
+def make_plan(
+    request: Request, environ: Mapping[str, str], machine: Machine, place: Place | None = None
+) -> LaunchPlan:
     """Plans a launch on this host.
 
     Args:
         request: what the user asked for.
         environ: the environment that the ranks inherit.
         machine: the host.
+        place: where srun or mpirun placed the ranks; None: all of the job's are started here.
 
     Raises:
         ConfigError: with everything that is wrong at once.
     """
-    problems = [*_nesting_problems(environ), *_nproc_problems(request, machine)]
-    signals, signal_problems = _parse_signals(request.signals)
-    problems += signal_problems
-    if not 0 <= request.grace_s < float("inf"):
-        problems.append(f"the grace time is {request.grace_s}; it is a number of seconds, 0 or more")
+    problems = common_problems(request)
+    if place is None:
+        problems += [*_nesting_problems(environ), *_nproc_problems(request, machine)]
     if problems:
         raise ConfigError(*problems)
 
+    signals, _ = _parse_signals(request.signals)
     nproc, nproc_from = _nproc(request)
     warnings = []
+    if place is None:
+        here = Place(
+            ranks=tuple(range(nproc)),
+            local_ranks=tuple(range(nproc)),
+            world_size=nproc,
+            local_world_size=nproc,
+            node_rank=0,
+            num_nodes=1,
+            master_addr="127.0.0.1",
+            source=nproc_from,
+        )
+    else:
+        here, nproc = place, place.local_world_size or len(place.ranks)
     if nproc > machine.cores:
         warnings.append(
             f"{nproc} ranks share {machine.cores} usable cores ({machine.cores_from}): "
             "they slow each other down"
         )
-    if environ.get("MASTER_ADDR", "127.0.0.1") not in ("127.0.0.1", "localhost", machine.host):
+    own_names = ("127.0.0.1", "localhost", machine.host)
+    if place is None and environ.get("MASTER_ADDR", "127.0.0.1") not in own_names:
         warnings.append(
             f"MASTER_ADDR={environ['MASTER_ADDR']} is replaced by 127.0.0.1: "
             "all ranks of this launch run on this host"
         )
-    if "RANK" in environ or "WORLD_SIZE" in environ:
+    if place is None and ("RANK" in environ or "WORLD_SIZE" in environ):
         warnings.append("RANK and WORLD_SIZE of the environment are replaced for each rank")
     unset: tuple[str, ...] = ()
     if request.config_path is None and "ODC_CONFIG" in environ:
@@ -163,56 +225,133 @@ def make_plan(request: Request, environ: Mapping[str, str], machine: Machine) ->
             "give the file with --config, so that it is checked first"
         )
 
-    log_dir = os.path.join(machine.cwd, request.log_dir or os.path.join("odc_logs", machine.run_name))
+    log_dir = log_folder(request, machine)
     common = {
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(machine.master_port),
+        "WORLD_SIZE": here.world_size,
+        "LOCAL_WORLD_SIZE": here.local_world_size,
+        "GROUP_RANK": here.node_rank,
+        "GROUP_WORLD_SIZE": here.num_nodes,
+        "MASTER_ADDR": here.master_addr,
+        "MASTER_PORT": machine.master_port,
     }
+    env = {name: str(value) for name, value in common.items() if value is not None}
+    # What an outer launcher left of these would be another's.
+    unset = (*unset, *(name for name, value in common.items() if value is None and name in environ))
+    env |= job_env(request, environ)
     if request.config_path is not None:
-        common["ODC_CONFIG"] = os.path.join(machine.cwd, request.config_path)
-    threads = environ.get("OMP_NUM_THREADS")
+        env["ODC_CONFIG"] = os.path.join(machine.cwd, request.config_path)
+    threads = environ.get("OMP_NUM_THREADS", env.get("OMP_NUM_THREADS"))
     if threads is None:
-        threads = common["OMP_NUM_THREADS"] = str(max(1, machine.cores // nproc))
-        threads_from = f"{machine.cores} cores / {nproc} ranks"
+        threads, threads_from = _threads(environ, machine, here, placed=place is not None)
+        env["OMP_NUM_THREADS"] = threads
     else:
         threads_from = "your environment"
+    plan_hash = env["ODC_PLAN_HASH"] = hash_of(
+        request, here.world_size, f"{here.master_addr}:{machine.master_port}"
+    )
 
-    if request.is_module:
-        target: tuple[str, ...] = ("-m", request.target)
-    else:  # a name such as -x.py must not look like an option of Python's
-        target = ("./" + request.target if request.target.startswith("-") else request.target,)
     ranks = []
-    for rank in range(nproc):
+    for rank, local_rank in zip(here.ranks, here.local_ranks, strict=True):
         error_path = os.path.join(log_dir, f"rank{rank}.error.json")
-        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ODC_ERROR_FILE": error_path}
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ODC_ERROR_FILE": error_path}
         ranks.append(
             RankPlan(
                 rank=rank,
-                argv=(machine.python, "-u", *target, *request.args),
-                env=common | numbers,
+                argv=(machine.python, "-u", *target_words(request), *request.args),
+                env=env | numbers,
                 log_path=os.path.join(log_dir, f"rank{rank}.log"),
                 error_path=error_path,
             )
         )
+    count = len(ranks)
+    what = f"{count} rank{'s' * (count > 1)}"
+    if count < here.world_size:
+        what = f"rank{'s' * (count > 1)} {_numbers(here.ranks)} of {here.world_size}"
+    shown = {"all": here.ranks, "rank0": (0,), "none": ()}[request.show]
     return LaunchPlan(
         host=machine.host,
         ranks=tuple(ranks),
         log_dir=log_dir,
         unset=unset,
-        shown=frozenset({"all": range(nproc), "rank0": range(1), "none": range(0)}[request.show]),
+        shown=frozenset(shown),
         grace_s=request.grace_s,
         signals=signals,
         summary=(
-            f"{nproc} rank{'s' * (nproc > 1)} on {machine.host} (number from {nproc_from}), "
+            f"{what} on {machine.host} (number from {here.source}), "
             f"port {machine.master_port}, OMP_NUM_THREADS={threads} ({threads_from}), "
             f"logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
         warnings=tuple(warnings),
+        hash=plan_hash,
+        place=place,
     )
+
+
+def common_problems(request: Request) -> list[str]:
+    """What is wrong wherever the ranks are started."""
+    problems = _parse_signals(request.signals)[1]
+    if not 0 <= request.grace_s < float("inf"):
+        problems.append(f"the grace time is {request.grace_s}; it is a number of seconds, 0 or more")
+    return problems
+
+
+def target_words(request: Request) -> tuple[str, ...]:
+    """The script or module as Python's command line has it."""
+    if request.is_module:
+        return ("-m", request.target)
+    # A name such as -x.py must not look like an option of Python's.
+    return ("./" + request.target if request.target.startswith("-") else request.target,)
+
+
+def log_folder(request: Request, machine: Machine) -> str:
+    """Absolute path of the folder for logs."""
+    return os.path.join(machine.cwd, request.log_dir or os.path.join("odc_logs", machine.run_name))
+
+
+def job_env(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the user's settings add to every rank's environment; variables that are set win over interface."""
+    env: dict[str, str] = {}
+    if request.interface is not None:
+        env |= {name: request.interface for name in INTERFACE_NAMES if name not in environ}
+    env |= request.env
+    for name, value in request.env_expand.items():
+        env[name] = _VARIABLE.sub(lambda found: environ.get(found[1] or found[2], ""), value)
+    return env
+
+
+def hash_of(request: Request, world_size: int, rendezvous: str) -> str:
+    """Hash of what has to be equal on all ranks of a job; where each of them runs is left out."""
+    plan = {
+        "version": __version__,
+        "command": [*target_words(request), *request.args],
+        "world_size": world_size,
+        "rendezvous": rendezvous,
+        "config": request.config_hash,
+        "env": dict(request.env),
+        "env_expand": dict(request.env_expand),
+        "interface": request.interface,
+    }
+    text = json.dumps(plan, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def shell_line(argv: Sequence[str], env: Mapping[str, str], unset: Sequence[str] = ()) -> str:
+    """A command with its environment as a line that a shell parses back; secrets are masked."""
+    words = ["env"] if env or unset else []
+    for name in unset:
+        words += ["-u", name]
+    for name, value in env.items():
+        words.append(f"{name}={shlex.quote('***' if _SECRET.search(name) else value)}")
+    return " ".join([*words, *(shlex.quote(word) for word in argv)])
+
+
+def shown_env(environ: Mapping[str, str], unset: Sequence[str] = ()) -> dict[str, str]:
+    """Of the inherited environment what concerns the run."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(SHOWN_PREFIXES) and name not in unset
+    }
 
 
 def render(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
@@ -222,27 +361,33 @@ def render(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
     values of variables whose names look like secrets are replaced by ``***``. Of the inherited
     environment only what concerns the run is shown; arguments are shown as they are.
     """
-    inherited = {
-        name: value
-        for name, value in sorted(environ.items())
-        if name.startswith(SHOWN_PREFIXES) and name not in plan.unset
-    }
-    lines = [_comment(plan.summary)]
+    inherited = shown_env(environ, plan.unset)
+    lines = [comment(plan.summary)]
     for rank in plan.ranks:
-        words = ["env"]
-        for name in plan.unset:
-            words += ["-u", name]
-        for name, value in (inherited | rank.env).items():
-            shown = "***" if _SECRET.search(name) else value
-            words.append(f"{name}={shlex.quote(shown)}")
-        words += [shlex.quote(word) for word in rank.argv]
-        lines.append(_comment(f"rank {rank.rank}, log {rank.log_path}"))
-        lines.append(" ".join(words))
+        lines.append(comment(f"rank {rank.rank}, log {rank.log_path}"))
+        lines.append(shell_line(rank.argv, inherited | rank.env, plan.unset))
     return "\n".join(lines) + "\n"
 
 
-def _comment(text: str) -> str:
+def comment(text: str) -> str:
+    """A line that a shell skips."""
     return "# " + text.replace("\n", "\\n")
+
+
+def _threads(environ: Mapping[str, str], machine: Machine, here: Place, *, placed: bool) -> tuple[str, str]:
+    """Threads of a rank, and why so many. A task of SLURM's may see cores that belong to its neighbours."""
+    per_task, count = environ.get("SLURM_CPUS_PER_TASK", ""), len(here.ranks)
+    if placed and per_task.isdecimal():
+        shared = f" / {count} ranks" if count > 1 else ""
+        return str(max(1, int(per_task) // count)), f"SLURM_CPUS_PER_TASK={per_task}{shared}"
+    nproc = here.local_world_size or count
+    return str(max(1, machine.cores // nproc)), f"{machine.cores} cores / {nproc} ranks"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
 
 
 def _nproc(request: Request) -> tuple[int, str]:

@@ -45,6 +45,7 @@ def test_ranks_get_torchruns_environment() -> None:
         "OMP_NUM_THREADS": "4",
         "ODC_CONFIG": "/home/u/c.yaml",
         "ODC_ERROR_FILE": f"{logs}/rank1.error.json",
+        "ODC_PLAN_HASH": plan.hash,
     }
     assert plan.ranks[1].argv == ("/opt/py/bin/python", "-u", "train.py", "--lr", "2e-5")
     assert plan.ranks[1].log_path == f"{logs}/rank1.log"
