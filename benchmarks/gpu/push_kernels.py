@@ -1,9 +1,10 @@
-"""Sizes of the two kernels that push gradients: alone, and beside a matrix product on a stream of higher priority.
+"""Sizes of the two kernels that push gradients: alone, and beside a matrix product.
 
     torchrun --nproc-per-node 2 benchmarks/gpu/push_kernels.py
 
-128 MiB of fp32 accumulator a shard, bf16 sources; every rank adds to its own shard and to its peers'. Medians of
-three rounds in which the product alone, the push alone and both together take turns; at most 8 ranks.
+128 MiB of fp32 accumulator a shard, bf16 sources; every rank adds to its own shard and to its peers'. The
+product runs on a stream of higher priority. Medians of three rounds in which the product alone, the push
+alone and both together take turns; at most 8 ranks.
 """
 
 from __future__ import annotations
