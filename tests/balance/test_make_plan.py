@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,17 +17,32 @@ from odcengine.balance.exchange import best_exchanges_numpy, best_exchanges_pyth
 LENGTHS = st.lists(st.integers(1, 64), max_size=40)
 
 
+INPUTS: dict[str, Any] = {
+    "lengths": LENGTHS,
+    "num_ranks": st.integers(1, 9),
+    "strategy": st.sampled_from(STRATEGIES),
+    "max_tokens": st.one_of(st.none(), st.integers(64, 200)),
+    "max_samples": st.one_of(st.none(), st.integers(1, 5)),
+    "per_micro_batch": st.sampled_from([0.0, 50.0]),
+    "data": st.data(),
+}
+
+
 @settings(max_examples=150, deadline=None)
-@given(
-    lengths=LENGTHS,
-    num_ranks=st.integers(1, 9),
-    strategy=st.sampled_from(STRATEGIES),
-    max_tokens=st.one_of(st.none(), st.integers(64, 200)),
-    max_samples=st.one_of(st.none(), st.integers(1, 5)),
-    per_micro_batch=st.sampled_from([0.0, 50.0]),
-    data=st.data(),
-)
-def test_every_sample_once_and_limits_hold(
+@given(**INPUTS)
+def test_every_sample_once_and_limits_hold(**inputs: Any) -> None:
+    check_plan(**inputs)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@settings(max_examples=10_000, deadline=None)
+@given(**INPUTS)
+def test_ten_thousand_inputs(**inputs: Any) -> None:
+    check_plan(**inputs)
+
+
+def check_plan(
     lengths: list[int],
     num_ranks: int,
     strategy: str,
