@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from odcengine.balance import CostModel, make_plan
 from odcengine.errors import ConfigError
+from odcengine.metrics import StepMetrics
+from odcengine.monitor.monitor import _facts
+from odcengine.monitor.writers import JsonLines
 from odcengine.simulate import Machine, MeasuredRun, simulate
 
 SHAPE = CostModel(linear=6e9, quadratic=2e5)
@@ -62,6 +66,37 @@ def test_costs_are_found_again(tmp_path: Path) -> None:
     truth = simulate(plan, Machine(TRUE), communication="on_demand").step_s
     guess = simulate(plan, Machine(fit.cost), communication="on_demand").step_s
     assert guess == pytest.approx(truth, rel=0.04)
+
+
+def test_lines_as_the_monitor_writes_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(str(path))
+    for step in range(7):
+        metrics = StepMetrics(
+            step=step,
+            loss=math.nan,
+            count=90.0,
+            grad_norm=1.0,
+            applied=True,
+            lr=0.1,
+            num_micro_batches=5,
+            busy_s=(1.0 + step, 2.0),
+            wait_s=(1.0, 0.0),
+            boundary_s=0.25,
+            gather_s=0.0,
+            push_s=0.0,
+            num_samples=8,
+            tokens=(40, 60) if step != 3 else None,
+            flops=None,
+            load_s=0.0,
+        )
+        writer.write(_facts(metrics, 0.0, None))
+    writer.close()
+    run = MeasuredRun.read(path)
+    assert run.busy_s.tolist() == [[3.0, 2.0], [5.0, 2.0], [6.0, 2.0], [7.0, 2.0]]  # 0, 1: warm-up
+    assert run.tokens.tolist() == [[40.0, 60.0]] * 4
+    assert run.step_s.tolist() == [4.25, 6.25, 7.25, 8.25]
+    assert run.mean_length == 12.5
 
 
 def test_a_step_that_was_run_again_counts_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from odcengine._version import __version__
 from odcengine.errors import ConfigError
 
 COMMANDS = {
+    "advise": ("odc_tools.advise", "predict what balancing gains for given data, model and GPUs"),
     "bench": ("odc_tools.bench", "measure communication and training against what torch has itself"),
     "prepare": ("odc_tools.prepare", "turn text and conversations into tokens with loss masks"),
     "report": ("odc_tools.report", "draw pictures of what a run has written"),
