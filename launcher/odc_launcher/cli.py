@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import importlib.util
 import os
 import socket
@@ -15,13 +17,18 @@ from odcengine._version import __version__
 from odcengine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from odc_launcher.plan import Machine
+    from odc_launcher.job import Wish
+    from odc_launcher.plan import Machine, Request
     from odcengine.config import Launch
 
 _USAGE = "odc-launch [options] script.py ARGS...\n       odc-launch [options] -m module ARGS..."
 _EPILOG = """\
 Everything after the script or module belongs to it. Ranks get torchrun's environment
 (RANK, WORLD_SIZE, LOCAL_RANK, ... MASTER_ADDR, MASTER_PORT), and ODC_CONFIG with --config.
+
+Where ranks run (--launcher auto): inside a step of srun or mpirun each task becomes the rank it is,
+or, with one task a node, starts --nproc-per-node ranks; inside an allocation of SLURM one step is
+started with srun; with --nodes 2 or more elsewhere a job is submitted; else all run on this host.
 
 Exit code: 2 for mistakes found before any process starts; else that of the rank that
 failed first (128 + N for signal N); 0 if all ranks succeeded.
@@ -50,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(options: argparse.Namespace, target: list[str]) -> int:
     # Imported here, so that --help answers at once.
+    from odc_launcher import job, step
     from odc_launcher import plan as planning
 
     is_module = target[0] == "-m"
@@ -83,18 +91,100 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         oversubscribe=options.oversubscribe,
         grace_s=choose(options.grace_s, "grace_s", planning.DEFAULT_GRACE_S),
         signals=choose(None, "signals", planning.DEFAULT_SIGNALS),
+        env=_assignments(choose(None, "env", ())),
+        env_expand=_assignments(choose(None, "env_expand", ())),
+        interface=choose(None, "interface", None),
+        config_hash=_file_hash(options.config),
     )
-    plan = planning.make_plan(request, os.environ, _machine(os.environ))
+    wish = job.Wish(
+        launcher=choose(options.launcher, "launcher", "auto"),
+        adopt=options.adopt,
+        nodes=choose(options.nodes, "nodes", None),
+        hostfile=choose(options.hostfile, "hostfile", None),
+        container_image=choose(options.container_image, "container_image", None),
+        sbatch_args=(*choose(None, "sbatch_args", ()), *options.sbatch_arg),
+        srun_args=(*choose(None, "srun_args", ()), *options.srun_arg),
+        mpirun_args=(*choose(None, "mpirun_args", ()), *options.mpirun_arg),
+        max_restarts=choose(None, "max_restarts", 0),
+    )
+    has_srun, has_sbatch = (step.find_program(name) is not None for name in ("srun", "sbatch"))
+    mode = job.choose_mode(wish, os.environ, has_srun=has_srun, has_sbatch=has_sbatch)
+    if mode in ("local", "adopt"):
+        return _start_here(request, wish, options, adopt=mode == "adopt")
+    return _start_elsewhere(request, wish, options, mode)
+
+
+def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, adopt: bool) -> int:
+    """Starts all ranks of the job, or those of this task of srun or mpirun."""
+    from odc_launcher import job, local, step
+    from odc_launcher import plan as planning
+
+    place = None
+    if adopt:
+        info = job.outer_rank(os.environ)
+        place = job.adopted_place(request, info, os.environ, above=options.reported_above)
+        assert info.rendezvous is not None  # adopted_place has seen to it
+        place = dataclasses.replace(place, master_addr=_address(place.master_addr))
+        machine = _machine(os.environ, int(info.rendezvous.rpartition(":")[2]), 0 in place.ranks)
+        machine = dataclasses.replace(machine, run_name=job.run_name(os.environ, machine.run_name))
+        plan = planning.make_plan(request, os.environ, machine, place)
+        plan = dataclasses.replace(plan, warnings=(*info.warnings, *plan.warnings))
+    else:
+        plan = planning.make_plan(request, os.environ, _machine(os.environ))
+    first = place is None or 0 in place.ranks
+    for warning in plan.warnings if first else ():
+        print(f"odc-launch: warning: {warning}", file=sys.stderr)
+    if options.plan is not None or options.dry_run:
+        text = planning.render(plan, os.environ)
+        return _print(text if options.plan is None else job.render_plan(plan, os.environ, options.plan))
+    if first and not options.reported_above:
+        print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
+    if place is not None and first:
+        step.announce(plan.log_dir, os.environ)
+    code = local.run(plan)
+    if place is not None and first and not place.reported_above:
+        step.requeue(os.environ, code, wish.max_restarts)
+    return code
+
+
+def _start_elsewhere(request: Request, wish: Wish, options: argparse.Namespace, mode: str) -> int:
+    """Has srun, mpirun or sbatch start the ranks."""
+    from odc_launcher import job, mpi, step
+    from odcengine.topology import job_port
+
+    machine = _machine(os.environ, 0, check=False)
+    seed = f"{os.environ.get('SLURM_JOB_ID')} {machine.run_name} {machine.host}"
+    port = job_port(seed) if "MASTER_PORT" not in os.environ else _port(os.environ["MASTER_PORT"])
+    name = job.run_name(os.environ, machine.run_name)
+    machine = dataclasses.replace(machine, master_port=port, run_name=name)
+    if mode == "submit":
+        plan = job.plan_submission(request, wish, os.environ, machine)
+    elif mode == "slurm":
+        plan = job.plan_step(request, wish, os.environ, machine, _address)
+    else:
+        program = step.find_program("mpirun", "mpiexec")
+        if program is None:
+            raise ConfigError("--launcher mpi: neither mpirun nor mpiexec is installed here")
+        flavor = mpi.flavor_of(step.version_of(program))
+        plan = job.plan_mpi(request, wish, os.environ, machine, flavor, program)
     for warning in plan.warnings:
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
+    if options.plan is not None:
+        return _print(job.render_plan(plan, os.environ, options.plan))
     if options.dry_run:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(planning.render(plan, os.environ)))
-        return 0
+        return _print(job.render_job(plan, os.environ))
+    if mode == "submit":
+        return step.submit(plan)
     print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
-    from odc_launcher import local
+    code = step.run(plan)
+    step.requeue(os.environ, code, wish.max_restarts)
+    return code
 
-    return local.run(plan)
+
+def _print(text: str) -> int:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(text))
+    return 0
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -106,7 +196,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="odc-launch",
         usage=_USAGE,
-        description="Starts the ranks of a training script on this host.",
+        description="Starts the ranks of a training script: on this host, by SLURM or by MPI.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -143,12 +233,47 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             help="seconds that ranks have to end by themselves after another failed, or after INT or "
             "TERM (default: launch.grace_s of the config, else 30)",
         ),
+        parser.add_argument(
+            "--launcher",
+            choices=("auto", "local", "slurm", "mpi"),
+            help="how ranks get to their nodes (default: launch.launcher of the config, else auto)",
+        ),
+        parser.add_argument(
+            "--nodes",
+            type=int,
+            metavar="N",
+            help="number of nodes; outside of an allocation of SLURM a job for them is submitted",
+        ),
+        parser.add_argument("--hostfile", metavar="FILE", help="hosts for mpirun, that of rank 0 first"),
+        parser.add_argument("--container-image", metavar="IMAGE", help="passed to srun (pyxis)"),
+        *(
+            parser.add_argument(
+                f"--{program}-arg",
+                action="append",
+                default=[],
+                metavar="OPTION",
+                help=f"a further option of {program}, such as --{program}-arg=--{example}; may be repeated",
+            )
+            for program, example in (("sbatch", "time=60"), ("srun", "mpi=none"), ("mpirun", "bind-to=none"))
+        ),
     ]
+    parser.add_argument(
+        "--adopt", action="store_true", help="this process is a task of srun or mpirun (auto finds out)"
+    )
+    parser.add_argument("--reported-above", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--plan",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
+        help="print hosts, ranks, devices, interfaces, ports, environment and commands; start nothing "
+        "(--plan=json for programs)",
+    )
     parser.add_argument(
         "--oversubscribe", action="store_true", help="allow more than 4 ranks per usable core"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the commands of the ranks and start nothing"
+        "--dry-run", action="store_true", help="print the commands (or the batch script) and start nothing"
     )
     parser.add_argument("--version", action="version", version=f"odc-launch {__version__}")
     # Parsed for their own sake only: the split below finds the script and its arguments, because
@@ -205,15 +330,58 @@ def _launch_settings(path: str) -> Launch:
         raise ConfigError(f"config {path} cannot be read: {error.strerror}") from error
 
 
-def _machine(environ: Mapping[str, str]) -> Machine:
+def _file_hash(path: str | None) -> str | None:
+    if path is None:
+        return None
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()[:16]
+
+
+def _assignments(items: Sequence[str]) -> dict[str, str]:
+    pairs = (item.partition("=") for item in items)
+    return {name: value for name, _, value in pairs}
+
+
+def _address(host: str) -> str:
+    """A name that this host resolves, or the address that SLURM has for the node.
+
+    Raises:
+        ConfigError: neither.
+    """
+    from odc_launcher import machine, step
+
+    if machine.resolves(host):
+        return host
+    address = step.node_address(host) if "SLURM_JOB_ID" in os.environ else None
+    if address is None or not machine.resolves(address):
+        raise ConfigError(
+            f"rank 0 runs on {host}, a name that {socket.gethostname()} does not resolve; set MASTER_ADDR to "
+            "an address that every node reaches"
+        )
+    return address
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ConfigError(f"MASTER_PORT={text!r} in the environment is no port (1 to 65535)")
+    return int(text)
+
+
+def _machine(environ: Mapping[str, str], port: int | None = None, check: bool = True) -> Machine:
+    """This host. A ``port`` that all nodes derived is only checked, and only on rank 0's host."""
     from odc_launcher import machine, plan
 
     cores, cores_from = machine.usable_cores()
+    if port is not None and check and not machine.port_is_free(port):
+        raise ConfigError(
+            f"port {port} (derived from the job's number, or MASTER_PORT) is in use on "
+            f"{socket.gethostname()}, where rank 0 runs; set MASTER_PORT to a free one"
+        )
     return plan.Machine(
-        host=socket.gethostname(),
+        host=environ.get("SLURMD_NODENAME", socket.gethostname()),
         cores=cores,
         cores_from=cores_from,
-        master_port=machine.master_port(environ.get("MASTER_PORT")),
+        master_port=machine.master_port(environ.get("MASTER_PORT")) if port is None else port,
         python=sys.executable,
         cwd=os.getcwd(),
         run_name=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _LINE_CHARS = 1000
 _RECORD_BYTES = 16 * 1024 * 1024
+_ERROR, _END = ".error.json", ".end.json"
 _HINTS = {
     signal.SIGKILL: "killed from outside; the kernel does so when memory runs out (see dmesg)",
     signal.SIGBUS: "a mapped file or shared memory could not be backed: is /dev/shm full?",
@@ -42,6 +43,7 @@ class RankEnd:
         log_path: its log.
         record: what it wrote about its failure, if anything.
         ended_by_launcher: the launcher had already told it to end by a signal of its own.
+        stopped_by: the signal by which the scheduler had already told the ranks of its step to end.
     """
 
     rank: int
@@ -51,6 +53,51 @@ class RankEnd:
     log_path: str
     record: ErrorRecord | None = None
     ended_by_launcher: bool = False
+    stopped_by: str | None = None
+
+
+def write_end(end: RankEnd, error_path: str) -> None:
+    """Stores a rank's end beside its error file, for the launch that started the step.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fields = {key: value for key, value in asdict(end).items() if key != "record"}
+    path = _end_path(error_path)
+    with open(path + ".part", "w") as file:
+        json.dump(fields, file)
+    os.replace(path + ".part", path)
+
+
+def read_ends(log_dir: str) -> list[RankEnd]:
+    """The ends that the launchers of a step stored, in the order of ranks."""
+    ends = []
+    for entry in os.scandir(log_dir):
+        if not entry.name.endswith(_END):
+            continue
+        try:
+            with open(entry.path) as file:
+                end = RankEnd(**json.load(file))
+        except (OSError, ValueError, TypeError):
+            continue
+        record = read_error_record(entry.path.removesuffix(_END) + _ERROR) if end.returncode else None
+        ends.append(replace(end, record=record))
+    return sorted(ends, key=lambda end: end.rank)
+
+
+def remove_ends(log_dir: str) -> None:
+    """Removes what an earlier launch left of ends and errors.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for entry in os.scandir(log_dir):
+        if entry.name.endswith((_END, _ERROR)):
+            os.unlink(entry.path)
+
+
+def _end_path(error_path: str) -> str:
+    return error_path.removesuffix(_ERROR) + _END
 
 
 def read_error_record(path: str) -> ErrorRecord | None:
@@ -85,7 +132,8 @@ def primary(ends: Sequence[RankEnd]) -> RankEnd | None:
         time = end.time
         if record is not None and record.time is not None:
             time = min(time, record.time)
-        return end.ended_by_launcher, record is not None and record.secondary, time, end.rank
+        told = end.ended_by_launcher or end.stopped_by is not None
+        return told, record is not None and record.secondary, time, end.rank
 
     return min((end for end in ends if end.returncode != 0), key=order, default=None)
 
@@ -121,6 +169,8 @@ def report(ends: Sequence[RankEnd], passed_on: signal.Signals | None = None) -> 
     if record is not None:
         step = "" if record.step is None else f" (step {record.step})"
         lines += _indent(f"cause: {record.kind}: {record.message}{step}")
+    elif first.stopped_by is not None:
+        lines += _indent(f"cause: {first.stopped_by} was sent to its step (scancel, or the time limit)")
     elif first.ended_by_launcher:
         lines += _indent("cause: odc-launch ended it, for it did not end by itself in time")
     elif -first.returncode in _HINTS:

@@ -48,7 +48,7 @@ def run(plan: LaunchPlan) -> int:
         ConfigError: the logs cannot be written; no process was started.
     """
     ranks = _open_logs(plan)
-    with _caught_signals(plan.signals) as (caught, wakeup):
+    with caught_signals(plan.signals) as (caught, wakeup):
         launch = _Launch(plan, ranks, wakeup)
         try:
             if not launch.start(caught):
@@ -140,7 +140,7 @@ class _Launch:
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,
-                preexec_fn=_ChildSetup(caught),
+                preexec_fn=ChildSetup(caught),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
@@ -244,7 +244,13 @@ class _Launch:
             log_path=rank.plan.log_path,
             record=failure.read_error_record(rank.plan.error_path) if returncode else None,
             ended_by_launcher=rank.told_to_end,
+            stopped_by=self._stop_signal.name if self._signals_reach_ranks and self._stop_signal else None,
         )
+        if self._plan.place is not None and self._plan.place.reported_above:
+            try:
+                failure.write_end(rank.end, rank.plan.error_path)
+            except OSError as error:
+                self._note(f"rank {rank.plan.rank}'s end cannot be stored: {error}")
         if returncode and first_failure:
             self._passed_on = self._stop_signal
             others = sum(other.alive for other in self._ranks)
@@ -257,24 +263,33 @@ class _Launch:
 
     # Ending
 
+    @property
+    def _signals_reach_ranks(self) -> bool:
+        """SLURM signals every process of a step itself: passed on, a signal would arrive twice."""
+        return self._plan.place is not None and self._plan.place.signals_reach_ranks
+
     def _pass_on(self, number: signal.Signals) -> None:
+        reach = self._signals_reach_ranks
         if number in (signal.SIGINT, signal.SIGTERM):
             if self._stop_signal is not None:
                 self._note(f"{number.name} after {self._stop_signal.name}: killing all ranks")
                 self._kill_all()
                 return
             self._stop_signal = number
-            self._note(
-                f"{number.name}: passed on to the ranks, which have {self._plan.grace_s:g} s to end; "
-                "a second one kills them"
-            )
+            if not reach:
+                self._note(
+                    f"{number.name}: passed on to the ranks, which have {self._plan.grace_s:g} s to end; "
+                    "a second one kills them"
+                )
             deadline = time.monotonic() + self._plan.grace_s
             if number == signal.SIGTERM:  # they have had theirs
                 self._kill_at = min(self._kill_at, deadline)
             else:
                 self._term_at = min(self._term_at, deadline)
-        else:
+        elif not reach:
             self._note(f"{number.name}: passed on to the ranks")
+        if reach:
+            return
         # Only the ranks themselves: their helpers (of data loaders, say) would die of it.
         for rank in self._ranks:
             rank.signal(number, group=False)
@@ -349,8 +364,9 @@ class _Launch:
                 f"the logs in {self._plan.log_dir} are complete"
             )
         ends = [rank.end for rank in self._ranks if rank.end is not None]
-        for line in failure.report(ends, self._passed_on):
-            self._note(line)
+        if self._plan.place is None or not self._plan.place.reported_above:
+            for line in failure.report(ends, self._passed_on):
+                self._note(line)
         first = failure.primary(ends)
         return 0 if first is None else failure.exit_code(first.returncode)
 
@@ -387,16 +403,19 @@ class _Launch:
             )
 
 
-class _ChildSetup:
-    """Runs in the child between fork and exec."""
+class ChildSetup:
+    """Runs in the child between fork and exec; the child gets ``death_signal`` when the launcher dies."""
 
-    def __init__(self, caught: frozenset[signal.Signals]) -> None:
+    def __init__(
+        self, caught: frozenset[signal.Signals], death_signal: signal.Signals = signal.SIGKILL
+    ) -> None:
         self._caught = caught
+        self._death_signal = death_signal
         self._launcher = os.getpid()
         self._libc = ctypes.CDLL(None)
 
     def __call__(self) -> None:
-        self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        self._libc.prctl(_PR_SET_PDEATHSIG, int(self._death_signal), 0, 0, 0)
         if os.getppid() != self._launcher:  # it died before the line above
             os.kill(os.getpid(), signal.SIGKILL)
         signal.set_wakeup_fd(-1)
@@ -406,7 +425,7 @@ class _ChildSetup:
 
 
 @contextlib.contextmanager
-def _caught_signals(
+def caught_signals(
     wanted: tuple[signal.Signals, ...],
 ) -> Iterator[tuple[frozenset[signal.Signals], int]]:
     """Turns signals into bytes on a pipe; yields the signals that are caught and the pipe's read end.

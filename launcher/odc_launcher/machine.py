@@ -94,7 +94,7 @@ def master_port(given: str | None, ephemeral: tuple[int, int] | None = None) -> 
                 "unset MASTER_PORT to have a free port chosen"
             )
         return int(given)
-    low, high = ephemeral if ephemeral is not None else _ephemeral_range()
+    low, high = ephemeral if ephemeral is not None else ephemeral_range()
     # Below 10000 live the well-known services that may start at any time.
     ports = [*range(10000, max(10000, low)), *range(min(65535, high) + 1, 65536)]
     tries: list[int] = random.SystemRandom().sample(ports, min(64, len(ports)))
@@ -106,6 +106,14 @@ def master_port(given: str | None, ephemeral: tuple[int, int] | None = None) -> 
         probe.bind(("", 0))
         address: tuple[str, int] = probe.getsockname()
         return address[1]
+
+
+def resolves(host: str) -> bool:
+    """Whether this host knows the address of another one."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def port_is_free(port: int) -> bool:
@@ -130,7 +138,8 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-def _ephemeral_range() -> tuple[int, int]:
+def ephemeral_range() -> tuple[int, int]:
+    """First and last port that the kernel gives to outgoing connections."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         return int(low), int(high)

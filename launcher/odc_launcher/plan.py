@@ -188,7 +188,7 @@ def make_plan(
     if problems:
         raise ConfigError(*problems)
 
-    signals, _ = _parse_signals(request.signals)
+    signals, _ = parse_signals(request.signals)
     nproc, nproc_from = _nproc(request)
     warnings = []
     if place is None:
@@ -289,7 +289,7 @@ def make_plan(
 
 def common_problems(request: Request) -> list[str]:
     """What is wrong wherever the ranks are started."""
-    problems = _parse_signals(request.signals)[1]
+    problems = parse_signals(request.signals)[1]
     if not 0 <= request.grace_s < float("inf"):
         problems.append(f"the grace time is {request.grace_s}; it is a number of seconds, 0 or more")
     return problems
@@ -341,8 +341,13 @@ def shell_line(argv: Sequence[str], env: Mapping[str, str], unset: Sequence[str]
     for name in unset:
         words += ["-u", name]
     for name, value in env.items():
-        words.append(f"{name}={shlex.quote('***' if _SECRET.search(name) else value)}")
+        words.append(f"{name}={shlex.quote(mask(name, value))}")
     return " ".join([*words, *(shlex.quote(word) for word in argv)])
+
+
+def mask(name: str, value: str) -> str:
+    """The value of a variable as it may be shown."""
+    return "***" if _SECRET.search(name) else value
 
 
 def shown_env(environ: Mapping[str, str], unset: Sequence[str] = ()) -> dict[str, str]:
@@ -428,7 +433,8 @@ def _nesting_problems(environ: Mapping[str, str]) -> Iterable[str]:
     )
 
 
-def _parse_signals(names: Iterable[str]) -> tuple[tuple[signal.Signals, ...], list[str]]:
+def parse_signals(names: Iterable[str]) -> tuple[tuple[signal.Signals, ...], list[str]]:
+    """The signals that are passed on, and what is wrong with their names."""
     problems = []
     signals = {signal.SIGINT, signal.SIGTERM}
     for name in names:

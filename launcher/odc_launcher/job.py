@@ -1,0 +1,561 @@
+"""How the ranks of a job get to their nodes: which launcher, and the one command that it is given. Pure."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from odc_launcher import mpi, slurm
+from odc_launcher.plan import (
+    INTERFACE_NAMES,
+    SHOWN_PREFIXES,
+    LaunchPlan,
+    Machine,
+    Place,
+    Request,
+    comment,
+    common_problems,
+    hash_of,
+    log_folder,
+    mask,
+    parse_signals,
+    render,
+    shell_line,
+    shown_env,
+    target_words,
+)
+from odcengine.errors import ConfigError
+from odcengine.hostlist import read_hostfile
+from odcengine.topology import RankInfo, job_name, job_port, read_rank_info, slurm_in_step, step_hosts
+
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_DEVICE_NAMES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user says about where the ranks run.
+
+    Attributes:
+        launcher: ``auto``, ``local``, ``slurm`` or ``mpi``.
+        adopt: this process is one task of srun or mpirun.
+        nodes: number of nodes.
+        hostfile: MPI's file of hosts.
+        container_image: for srun.
+        sbatch_args, srun_args, mpirun_args: further options.
+        max_restarts: how often a job is requeued.
+    """
+
+    launcher: str = "auto"
+    adopt: bool = False
+    nodes: int | None = None
+    hostfile: str | None = None
+    container_image: str | None = None
+    sbatch_args: tuple[str, ...] = ()
+    srun_args: tuple[str, ...] = ()
+    mpirun_args: tuple[str, ...] = ()
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A command that starts ranks elsewhere.
+
+    Attributes:
+        mode: ``submit`` (sbatch), ``slurm`` (srun) or ``mpi`` (mpirun).
+        argv: the command.
+        stdin: the batch script that ``sbatch`` reads; None otherwise.
+        env: what is added to its environment.
+        unset: names removed from it.
+        hosts: nodes in the order of ranks; empty where the scheduler will choose.
+        ranks: of each node its ranks, where known.
+        world_size: number of ranks.
+        rendezvous: address and port of rank 0; None before the job has nodes.
+        log_dir: folder of the logs; None where the job chooses it.
+        request: what the ranks run.
+        hash: as the ranks compare it; None where the rendezvous is not known yet.
+        summary: one line that says what is started.
+        warnings: what the user should know, one line each.
+    """
+
+    mode: str
+    argv: tuple[str, ...]
+    stdin: str | None
+    env: dict[str, str]
+    unset: tuple[str, ...]
+    hosts: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    world_size: int
+    rendezvous: str | None
+    log_dir: str | None
+    request: Request
+    hash: str | None
+    summary: str
+    warnings: tuple[str, ...]
+
+
+def choose_mode(wish: Wish, environ: Mapping[str, str], *, has_srun: bool, has_sbatch: bool) -> str:
+    """``local``, ``adopt``, ``slurm`` (a step), ``submit`` or ``mpi``.
+
+    Args:
+        wish: what the user says.
+        environ: the environment.
+        has_srun: whether ``srun`` is installed.
+        has_sbatch: whether ``sbatch`` is.
+
+    Raises:
+        ConfigError: the wish cannot be met here, or launchers' variables contradict each other.
+    """
+    outer = outer_rank(environ)
+    if wish.adopt:
+        if outer.source == "single process":
+            raise ConfigError(
+                "--adopt: no variables of srun or mpirun are set; start odc-launch by one of them"
+            )
+        return "adopt"
+    if wish.launcher == "local":
+        if wish.nodes not in (None, 1):
+            raise ConfigError(f"--launcher local starts ranks on this host only, but --nodes is {wish.nodes}")
+        return "local"
+    if outer.world_size > 1:
+        return "adopt"
+    if wish.launcher == "mpi":
+        return "mpi"
+    in_job, in_step = bool(environ.get("SLURM_JOB_ID")), slurm_in_step(environ)
+    if in_job and (wish.launcher == "slurm" or not in_step):
+        if has_srun:
+            return "slurm"
+        num_nodes = len(step_hosts(environ)) or 1
+        if wish.launcher == "slurm" or num_nodes > 1:
+            raise ConfigError(
+                f"SLURM_JOB_ID={environ['SLURM_JOB_ID']} is set, on {num_nodes} nodes, but srun is not "
+                "installed here (in a container?): start odc-launch by srun from outside of it"
+            )
+        return "local"
+    if wish.launcher == "slurm" or (wish.nodes or 1) > 1:
+        if in_job:
+            raise ConfigError(
+                f"--nodes {wish.nodes}: this is a shell on one node of job {environ['SLURM_JOB_ID']}; add "
+                "--launcher slurm to start ranks on the job's nodes"
+            )
+        if not has_sbatch:
+            raise ConfigError(
+                f"--nodes {wish.nodes or 1}: sbatch is not installed here, so no job can be submitted; use a "
+                "login node, or --launcher mpi with --hostfile"
+            )
+        return "submit"
+    return "local"
+
+
+def outer_rank(environ: Mapping[str, str]) -> RankInfo:
+    """This process as srun or mpirun counts it.
+
+    torchrun's variables count only where both RANK and WORLD_SIZE are set beside a launcher's of several
+    ranks: then they must agree. Alone they are a nested launch, which the plan refuses.
+    """
+    outer = read_rank_info({name: value for name, value in environ.items() if name not in _TORCH_NAMES})
+    if outer.world_size > 1 and "RANK" in environ and "WORLD_SIZE" in environ:
+        inner = read_rank_info(environ)
+        if (inner.rank, inner.world_size) != (outer.rank, outer.world_size):
+            raise ConfigError(
+                f"this process is already a rank of a launch (RANK={inner.rank}, "
+                f"WORLD_SIZE={inner.world_size}) inside of {outer.source}'s {outer.world_size} tasks: each "
+                "of them would start its own"
+            )
+    return outer
+
+
+def adopted_place(request: Request, info: RankInfo, environ: Mapping[str, str], *, above: bool) -> Place:
+    """The ranks that this task of srun or mpirun starts.
+
+    Args:
+        request: with the number of ranks, where each node has one task.
+        info: the task, from :func:`outer_rank`.
+        environ: its environment.
+        above: whether the launch that started the step tells its failures.
+
+    Raises:
+        ConfigError: the number contradicts the tasks, or rank 0's address is not known.
+    """
+    nproc = request.nproc if request.nproc is not None else request.config_nproc
+    one_each = info.local_world_size == 1 or info.num_nodes == info.world_size or info.world_size == 1
+    if not one_each and nproc not in (None, info.local_world_size):
+        raise ConfigError(
+            f"{nproc} ranks a node were asked for (--nproc-per-node or launch.nproc_per_node), but "
+            f"{info.source} started {info.local_world_size} tasks on this one; start one task a node, or "
+            "leave the number out"
+        )
+    if info.rendezvous is None:
+        raise ConfigError(
+            f"{info.source} started rank {info.rank} of {info.world_size} without saying where rank 0 runs: "
+            "set MASTER_ADDR (and MASTER_PORT) for all ranks, or start them by odc-launch --launcher mpi"
+        )
+    each = (nproc or 1) if one_each else 1
+    first = info.rank * each
+    local_first = 0 if one_each else info.local_rank
+    if local_first is None:
+        raise ConfigError(
+            f"{info.source} does not tell rank {info.rank}'s index on its node; start one task a node with "
+            "--nproc-per-node, or use odc-launch --launcher slurm or mpi"
+        )
+    return Place(
+        ranks=tuple(range(first, first + each)),
+        local_ranks=tuple(range(local_first, local_first + each)),
+        world_size=info.world_size * each,
+        local_world_size=each if one_each else info.local_world_size,
+        node_rank=info.rank if one_each else info.node_rank,
+        num_nodes=info.world_size if one_each else info.num_nodes,
+        master_addr=info.rendezvous.rpartition(":")[0],
+        source=info.source,
+        signals_reach_ranks=(
+            slurm_in_step(environ)
+            and environ.get("SLURM_PROCID") == str(info.rank)
+            and environ.get("SLURM_STEP_NUM_TASKS") == str(info.world_size)
+        ),
+        reported_above=above,
+    )
+
+
+def run_name(environ: Mapping[str, str], default: str) -> str:
+    """Names the log folder: alike on all tasks of a step, anew for each step that is started."""
+    if environ.get("SLURM_JOB_ID"):
+        step = f".{environ['SLURM_STEP_ID']}" if slurm_in_step(environ) else f"-{default}"
+        return f"slurm-{slurm.job_id(environ)}{step}"
+    job = job_name(environ)
+    return f"mpi-{job_port(job)}" if job is not None else default
+
+
+def plan_step(
+    request: Request,
+    wish: Wish,
+    environ: Mapping[str, str],
+    machine: Machine,
+    address_of: Callable[[str], str] = str,
+) -> JobPlan:
+    """The ``srun`` that starts the ranks inside an allocation.
+
+    Args:
+        request: what they run.
+        wish: how.
+        environ: the environment inside the allocation.
+        machine: this host, with the port.
+        address_of: the address by which nodes reach a host.
+
+    Raises:
+        ConfigError: with what is wrong.
+    """
+    _refuse(common_problems(request))
+    nproc, nproc_from = _asked_nproc(request)
+    shape = slurm.allocation_shape(environ, nproc, nproc_from)
+    num_nodes = len(shape.tasks or shape.hosts)
+    if wish.nodes not in (None, num_nodes):
+        raise ConfigError(f"--nodes {wish.nodes}, but SLURM's job {environ['SLURM_JOB_ID']} has {num_nodes}")
+    log_dir = log_folder(request, machine)
+    address = environ.get("MASTER_ADDR") or (address_of(shape.hosts[0]) if shape.hosts else None)
+    rendezvous = {"MASTER_PORT": str(machine.master_port)}
+    if address is not None:
+        rendezvous["MASTER_ADDR"] = address
+    argv = slurm.srun_argv(
+        shape,
+        environ,
+        inner_command(request, machine, log_dir, shape.nproc if set(shape.tasks or ()) == {1} else None),
+        container_image=wish.container_image,
+        srun_args=wish.srun_args,
+        inside_step=slurm_in_step(environ) or environ.get("SLURM_STEP_ID") is not None,
+    )
+    where = f"{address}:{machine.master_port}" if address is not None else None
+    return JobPlan(
+        mode="slurm",
+        argv=argv,
+        stdin=None,
+        env=_env(request, environ) | rendezvous,
+        unset=_unset(environ),
+        hosts=shape.hosts,
+        ranks=_ranks_of(shape, environ),
+        world_size=shape.world_size,
+        rendezvous=where,
+        log_dir=log_dir,
+        request=request,
+        hash=None if where is None else hash_of(request, shape.world_size, where),
+        summary=(
+            f"{shape.world_size} ranks on {num_nodes} nodes of SLURM's job {slurm.job_id(environ)} "
+            f"({shape.source}), rank 0 at {where}, logs in {os.path.relpath(log_dir, machine.cwd)}"
+        ),
+        warnings=(),
+    )
+
+
+def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], machine: Machine) -> JobPlan:
+    """The job that is submitted from a login node; inside of it odc-launch plans its step.
+
+    Raises:
+        ConfigError: with what is wrong.
+    """
+    _refuse(common_problems(request))
+    nodes, nproc = wish.nodes or 1, _asked_nproc(request)[0] or 1
+    command = [machine.python, "-u", "-m", "odc_launcher", "--launcher", "slurm"]
+    command += [*_options(request, machine), *target_words(request), *request.args]
+    script = slurm.batch_script(
+        name=os.path.basename(request.target),
+        nodes=nodes,
+        nproc=nproc,
+        command=command,
+        cwd=machine.cwd,
+        sbatch_args=wish.sbatch_args,
+    )
+    exports = any(arg.partition("=")[0] == "--export" for arg in wish.sbatch_args)
+    return JobPlan(
+        mode="submit",
+        argv=("sbatch", "--parsable", *(() if exports else ("--export=ALL",))),
+        stdin=script,
+        env=_env(request, environ),
+        unset=_unset(environ),
+        hosts=(),
+        ranks=(),
+        world_size=nodes * nproc,
+        rendezvous=None,
+        log_dir=None if request.log_dir is None else log_folder(request, machine),
+        request=request,
+        hash=None,
+        summary=f"a job of {nodes} nodes with {nproc} ranks each",
+        warnings=(),
+    )
+
+
+def plan_mpi(
+    request: Request,
+    wish: Wish,
+    environ: Mapping[str, str],
+    machine: Machine,
+    flavor: mpi.Flavor,
+    program: str = "mpirun",
+) -> JobPlan:
+    """The ``mpirun`` that starts the ranks.
+
+    Raises:
+        ConfigError: with what is wrong.
+    """
+    _refuse(common_problems(request))
+    nodes, nproc = wish.nodes or 1, _asked_nproc(request)[0] or 1
+    hosts = tuple(_mpi_hosts(wish, environ))
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 and not hosts else None)
+    address = address or (hosts[0] if hosts else None)
+    if address is None:
+        raise ConfigError(
+            f"--launcher mpi on {nodes} nodes: which host has rank 0 is not known; give --hostfile, or set "
+            "MASTER_ADDR"
+        )
+    where = f"{address}:{machine.master_port}"
+    log_dir = log_folder(request, machine)
+    env = _env(request, environ) | {"MASTER_ADDR": address, "MASTER_PORT": str(machine.master_port)}
+    visible = {name: value for name, value in environ.items() if name not in _unset(environ)} | env
+    argv = mpi.mpirun_argv(
+        flavor,
+        inner_command(request, machine, log_dir, None),
+        nodes=nodes,
+        nproc=nproc,
+        names=mpi.exported_names(visible, list(env), SHOWN_PREFIXES),
+        hostfile=wish.hostfile,
+        oversubscribe=request.oversubscribe,
+        mpirun_args=wish.mpirun_args,
+        program=program,
+    )
+    return JobPlan(
+        mode="mpi",
+        argv=argv,
+        stdin=None,
+        env=env,
+        unset=_unset(environ),
+        hosts=hosts,
+        ranks=(),
+        world_size=nodes * nproc,
+        rendezvous=where,
+        log_dir=log_dir,
+        request=request,
+        hash=hash_of(request, nodes * nproc, where),
+        summary=(
+            f"{nodes * nproc} ranks by {flavor.name}, rank 0 at {where}, "
+            f"logs in {os.path.relpath(log_dir, machine.cwd)}"
+        ),
+        warnings=(),
+    )
+
+
+def inner_command(request: Request, machine: Machine, log_dir: str, nproc: int | None) -> list[str]:
+    """What each task of the step runs: odc-launch again, which starts the ranks of its task."""
+    words = [machine.python, "-u", "-m", "odc_launcher", "--adopt", "--reported-above"]
+    if nproc is not None:
+        words += ["--nproc-per-node", str(nproc)]
+    words += _options(request, machine, log_dir=log_dir, with_nproc=False)
+    return [*words, *target_words(request), *request.args]
+
+
+def _options(
+    request: Request, machine: Machine, *, log_dir: str | None = None, with_nproc: bool = True
+) -> list[str]:
+    words = []
+    if with_nproc and request.nproc is not None:
+        words += ["--nproc-per-node", str(request.nproc)]
+    if request.config_path is not None:
+        words += ["--config", os.path.join(machine.cwd, request.config_path)]
+    folder = log_dir if log_dir is not None else request.log_dir
+    if folder is not None:
+        words += ["--log-dir", os.path.join(machine.cwd, folder)]
+    return [*words, "--show", request.show, "--grace-s", f"{request.grace_s:g}"]
+
+
+def _asked_nproc(request: Request) -> tuple[int | None, str]:
+    if request.nproc is not None and request.config_nproc not in (None, request.nproc):
+        raise ConfigError(
+            f"--nproc-per-node {request.nproc} contradicts launch.nproc_per_node: {request.config_nproc} in "
+            f"{request.config_path}; give one of them, or the same number"
+        )
+    if request.nproc is not None:
+        if request.nproc < 1:
+            raise ConfigError(f"--nproc-per-node {request.nproc}: a node takes at least 1 rank")
+        return request.nproc, "--nproc-per-node"
+    if request.config_nproc is not None:
+        return request.config_nproc, f"launch.nproc_per_node in {request.config_path}"
+    return None, ""
+
+
+def _env(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
+    """Of the settings what is equal everywhere; what is expanded is left to each rank's node."""
+    names = [item for item in INTERFACE_NAMES if request.interface is not None and item not in environ]
+    return {**{name: str(request.interface) for name in names}, **request.env}
+
+
+def _unset(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Ranks of another launch, and a configuration that was not checked, are not passed on."""
+    return tuple(name for name in (*_TORCH_NAMES, "ODC_CONFIG", "ODC_ERROR_FILE") if name in environ)
+
+
+def _mpi_hosts(wish: Wish, environ: Mapping[str, str]) -> list[str]:
+    if wish.hostfile is not None:
+        try:
+            lines = Path(wish.hostfile).read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(f"--hostfile {wish.hostfile} cannot be read: {error.strerror}") from error
+        names = [line.partition("#")[0].split() for line in lines]
+        return list(dict.fromkeys(words[0].partition(":")[0] for words in names if words))
+    return step_hosts(environ) if environ.get("SLURM_JOB_ID") else []
+
+
+def _ranks_of(shape: slurm.Shape, environ: Mapping[str, str]) -> tuple[tuple[int, ...], ...]:
+    """Of each node its ranks: by blocks, or as a hostfile says; empty where another distribution is set."""
+    distribution = environ.get("SLURM_DISTRIBUTION", "block")
+    if environ.get("SLURM_HOSTFILE") and environ.get("SLURM_DISTRIBUTION", "arbitrary").startswith("arb"):
+        listed = read_hostfile(environ["SLURM_HOSTFILE"])
+        return tuple(tuple(i for i, name in enumerate(listed) if name == host) for host in shape.hosts)
+    if shape.tasks is None or not distribution.startswith(("block", "*", "unknown")):
+        return ()
+    ranks, first = [], 0
+    for tasks in shape.tasks:
+        ranks.append(tuple(range(first, first + tasks * shape.nproc)))
+        first += tasks * shape.nproc
+    return tuple(ranks)
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError(*problems)
+
+
+# -- printing ----------------------------------------------------------------------------------------------
+
+
+def render_job(plan: JobPlan, environ: Mapping[str, str]) -> str:
+    """The command as text for a person and a shell; of a submission the script."""
+    if plan.stdin is not None:
+        extra = [comment(f"variable {name}={mask(name, value)}") for name, value in plan.env.items()]
+        first, _, rest = plan.stdin.partition("\n")
+        told = [comment(f"submitted by: {shlex.join(plan.argv)}"), *extra]
+        return "\n".join([first, *told, rest])
+    shown = shown_env(environ, plan.unset) | plan.env
+    return f"{comment(plan.summary)}\n{shell_line(plan.argv, shown, plan.unset)}\n"
+
+
+def describe(plan: JobPlan | LaunchPlan, environ: Mapping[str, str]) -> dict[str, object]:
+    """The plan as plain data: hosts, ranks, devices, interfaces, ports, environment, commands, hash."""
+    shown = shown_env(environ, plan.unset)
+    common: dict[str, object] = {
+        "devices": {name: environ[name] for name in _DEVICE_NAMES if name in environ},
+        "log_dir": plan.log_dir,
+        "hash": plan.hash,
+        "summary": plan.summary,
+        "warnings": list(plan.warnings),
+        "signals": [],
+    }
+    if isinstance(plan, LaunchPlan):
+        env = plan.ranks[0].env
+        merged = shown | env
+        ranks = [
+            {
+                "rank": rank.rank,
+                "local_rank": int(rank.env["LOCAL_RANK"]),
+                "env": {name: mask(name, value) for name, value in (shown | rank.env).items()},
+                "command": list(rank.argv),
+                "log": rank.log_path,
+            }
+            for rank in plan.ranks
+        ]
+        return common | {
+            "mode": "local" if plan.place is None else "adopt",
+            "world_size": int(env["WORLD_SIZE"]),
+            "hosts": [{"host": plan.host, "ranks": [rank.rank for rank in plan.ranks]}],
+            "rendezvous": f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
+            "interfaces": {name: merged[name] for name in INTERFACE_NAMES if name in merged},
+            "signals": [number.name for number in plan.signals],
+            "config": env.get("ODC_CONFIG"),
+            "ranks": ranks,
+        }
+    merged = shown | plan.env
+    request = plan.request
+    ranks_of = plan.ranks or (None,) * len(plan.hosts)
+    return common | {
+        "mode": plan.mode,
+        "world_size": plan.world_size,
+        "hosts": [
+            {"host": host, "ranks": None if ranks is None else list(ranks)}
+            for host, ranks in zip(plan.hosts, ranks_of, strict=True)
+        ],
+        "rendezvous": plan.rendezvous,
+        "interfaces": {name: merged[name] for name in INTERFACE_NAMES if name in merged},
+        "signals": [number.name for number in parse_signals(request.signals)[0]],
+        "config": request.config_path,
+        "config_hash": request.config_hash,
+        "env": {name: mask(name, value) for name, value in merged.items()},
+        "env_expand": dict(request.env_expand),
+        "command": list(plan.argv),
+        "script": plan.stdin,
+    }
+
+
+def render_plan(plan: JobPlan | LaunchPlan, environ: Mapping[str, str], form: str) -> str:
+    """``describe`` as text or JSON."""
+    data = describe(plan, environ)
+    if form == "json":
+        return json.dumps(data, indent=2) + "\n"
+    lines = []
+    for name in ("summary", "mode", "world_size", "rendezvous", "log_dir", "config", "hash"):
+        unknown = "none" if name == "config" else "not known before the job runs"
+        value = unknown if data.get(name) is None else data[name]
+        lines.append(f"{name.replace('_', ' ')}: {value}")
+    for name in ("devices", "interfaces"):
+        items = data[name]
+        assert isinstance(items, dict)
+        pairs = ", ".join(f"{key}={value}" for key, value in items.items())
+        lines.append(f"{name}: {pairs or 'as the libraries choose'}")
+    hosts = data["hosts"]
+    assert isinstance(hosts, list)
+    for host in hosts:
+        ranks = host["ranks"]
+        told = "as SLURM places them" if ranks is None else ", ".join(map(str, ranks))
+        lines.append(f"host {host['host']}: ranks {told}")
+    lines += [f"warning: {warning}" for warning in plan.warnings]
+    text = render(plan, environ) if isinstance(plan, LaunchPlan) else render_job(plan, environ)
+    return "\n".join(lines) + "\n\n" + text

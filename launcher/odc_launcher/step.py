@@ -1,0 +1,235 @@
+"""Runs the command of a job plan: srun, mpirun or sbatch. Thin; what it runs was planned in job.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from odc_launcher import failure, slurm
+from odc_launcher.job import JobPlan
+from odc_launcher.local import TERM_GRACE_S, ChildSetup, caught_signals
+from odc_launcher.plan import parse_signals
+from odcengine.errors import ConfigError
+
+_COMMAND_TIMEOUT_S = 60.0
+_POLL_S = 0.5
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STEP_FILE = "step"
+
+
+def find_program(*names: str) -> str | None:
+    """The first of these programs that is installed."""
+    return next((name for name in names if shutil.which(name) is not None), None)
+
+
+def version_of(program: str) -> str:
+    """What a program prints for ``--version``."""
+    try:
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{program} --version does not run: {error}") from error
+    return done.stdout + done.stderr
+
+
+def node_address(host: str) -> str | None:
+    """The address of a node whose name this host does not know, as SLURM has it."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", host],
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+        )
+        for word in done.stdout.split():
+            if word.startswith("NodeAddr="):
+                return word.removeprefix("NodeAddr=")
+    return None
+
+
+def announce(log_dir: str, environ: Mapping[str, str]) -> None:
+    """Rank 0's launcher tells the launch above which step of SLURM this is, so that it can signal it."""
+    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
+        with contextlib.suppress(OSError):  # without it signals go through srun
+            os.makedirs(log_dir, exist_ok=True)
+            part = Path(log_dir, _STEP_FILE + ".part")
+            part.write_text(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
+            part.replace(Path(log_dir, _STEP_FILE))
+
+
+def submit(plan: JobPlan) -> int:
+    """Submits the batch script; prints the job's number on stdout.
+
+    Returns:
+        0, or sbatch's exit code.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in plan.unset} | plan.env
+    assert plan.stdin is not None
+    try:
+        done = subprocess.run(
+            plan.argv,
+            input=os.fsencode(plan.stdin),
+            env=environ,
+            stdout=subprocess.PIPE,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _note(f"sbatch does not run: {error}")
+        return 1
+    if done.returncode:
+        _note(f"sbatch refused the job (exit code {done.returncode}); it says why above")
+        return done.returncode
+    number = done.stdout.decode().strip().partition(";")[0]
+    _note(f"job {number} submitted: {plan.summary}; its output is in slurm-{number}.out unless set otherwise")
+    print(number, flush=True)
+    return 0
+
+
+def requeue(environ: Mapping[str, str], exit_code: int, max_restarts: int) -> None:
+    """Makes SLURM run the job again where the ranks ask for it. A failure is told and changes nothing."""
+    argv = slurm.requeue_argv(environ, exit_code, max_restarts)
+    if argv is None:
+        return
+    _note(f"the ranks ended with {exit_code}, to go on in a new run: {' '.join(argv)}")
+    try:
+        done = subprocess.run(argv, timeout=_COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _note(f"the job is not requeued: {error}")
+    else:
+        if done.returncode:
+            _note(f"the job is not requeued: scontrol ended with {done.returncode}")
+
+
+def run(plan: JobPlan) -> int:
+    """Starts the step and waits for it; signals are passed on to all of its ranks.
+
+    Returns:
+        0, or the exit code of the rank that failed first, or that of srun or mpirun where no rank tells of a
+        failure.
+
+    Raises:
+        ConfigError: the log folder cannot be written, or the command cannot be started.
+    """
+    assert plan.log_dir is not None
+    try:
+        os.makedirs(plan.log_dir, exist_ok=True)
+        failure.remove_ends(plan.log_dir)
+        Path(plan.log_dir, _STEP_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write logs: {plan.log_dir}: {error.strerror}; choose another folder with --log-dir"
+        ) from error
+    environ = {name: value for name, value in os.environ.items() if name not in plan.unset} | plan.env
+    with caught_signals(parse_signals(plan.request.signals)[0]) as (caught, wakeup):
+        # Held back until the child has set its own handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, caught)
+        try:
+            process = subprocess.Popen(
+                plan.argv,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=ChildSetup(caught, signal.SIGTERM),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(f"{plan.argv[0]} cannot be started: {error}") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+        returncode = _Watch(plan, process, wakeup).wait()
+    ends = failure.read_ends(plan.log_dir)
+    for line in failure.report(ends):
+        _note(line)
+    first = failure.primary(ends)
+    if first is not None:
+        return failure.exit_code(first.returncode)
+    if returncode:
+        _note(f"{plan.argv[0]} ended with {failure.describe(returncode)}; it says why above")
+    return failure.exit_code(returncode)
+
+
+class _Watch:
+    """Waits for srun or mpirun and passes signals on."""
+
+    def __init__(self, plan: JobPlan, process: subprocess.Popen[bytes], wakeup: int) -> None:
+        self._plan = plan
+        self._process = process
+        self._wakeup = wakeup
+        self._stopping = False
+        self._waiting: list[signal.Signals] = []  # the step has not told its number yet
+        self._term_at = self._kill_at = float("inf")
+
+    def wait(self) -> int:
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        while self._process.poll() is None:
+            poll.poll(_POLL_S * 1000)
+            with contextlib.suppress(BlockingIOError):
+                for number in os.read(self._wakeup, 4096):
+                    if number != signal.SIGCHLD:
+                        self._take(signal.Signals(number))
+            now = time.monotonic()
+            if self._waiting and self._step() is not None:
+                for number in self._waiting:
+                    self._pass_on(number)
+                self._waiting.clear()
+            if now >= self._term_at:  # srun and mpirun end their ranks at once then
+                self._process.send_signal(signal.SIGTERM)
+                self._term_at, self._kill_at = float("inf"), now + 2 * TERM_GRACE_S
+            if now >= self._kill_at:
+                self._process.kill()
+                self._kill_at = float("inf")
+        return int(self._process.wait())
+
+    def _take(self, number: signal.Signals) -> None:
+        if number in _STOPS:
+            if self._stopping:
+                _note(f"{number.name} again: ending all ranks")
+                self._term_at = 0.0
+                return
+            self._stopping = True
+            grace_s = self._plan.request.grace_s
+            _note(
+                f"{number.name}: passed on to the ranks, which have {grace_s:g} s to end; "
+                "a second one kills them"
+            )
+            self._term_at = time.monotonic() + grace_s + TERM_GRACE_S
+        else:
+            _note(f"{number.name}: passed on to the ranks")
+        if self._plan.mode == "slurm" and self._step() is None:
+            self._waiting.append(number)
+        else:
+            self._pass_on(number)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """To every process of the step; srun itself would kill the ranks at once for INT and TERM."""
+        if self._plan.mode == "slurm":
+            command = ["scancel", f"--signal={number.name.removeprefix('SIG')}", str(self._step())]
+            try:
+                done = subprocess.run(command, timeout=_COMMAND_TIMEOUT_S, check=False)
+                if done.returncode == 0:
+                    return
+            except (OSError, subprocess.TimeoutExpired) as error:
+                _note(f"scancel does not run ({error}); {number.name} goes to srun")
+        self._process.send_signal(number)
+
+    def _step(self) -> str | None:
+        assert self._plan.log_dir is not None
+        try:
+            return Path(self._plan.log_dir, _STEP_FILE).read_text()
+        except OSError:
+            return None
+
+
+def _note(text: str) -> None:
+    print(f"odc-launch: {text}", file=sys.stderr, flush=True)
