@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import os
+import signal
 import socket
 import sys
 import time
@@ -106,6 +107,7 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         srun_args=(*choose(None, "srun_args", ()), *options.srun_arg),
         mpirun_args=(*choose(None, "mpirun_args", ()), *options.mpirun_arg),
         max_restarts=choose(None, "max_restarts", 0),
+        options=_repeated(options),
     )
     has_srun, has_sbatch = (step.find_program(name) is not None for name in ("srun", "sbatch"))
     mode = job.choose_mode(wish, os.environ, has_srun=has_srun, has_sbatch=has_sbatch)
@@ -139,8 +141,11 @@ def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, ad
         return _print(text if options.plan is None else job.render_plan(plan, os.environ, options.plan))
     if first and not options.reported_above:
         print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
-    if place is not None and first:
-        step.announce(plan.log_dir, os.environ)
+    if place is not None:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # until the ranks run, they would kill the launcher
+            signal.signal(number, signal.SIG_IGN)
+        if first:
+            step.announce(plan.log_dir, os.environ)
     code = local.run(plan)
     if place is not None and first and not place.reported_above:
         step.requeue(os.environ, code, wish.max_restarts)
@@ -330,6 +335,13 @@ def _launch_settings(path: str) -> Launch:
         raise ConfigError(f"config {path} cannot be read: {error.strerror}") from error
 
 
+def _repeated(options: argparse.Namespace) -> tuple[str, ...]:
+    """What a submitted job cannot read from the config file."""
+    image = options.container_image
+    words = [] if image is None else [f"--container-image={image}"]
+    return (*words, *(f"--srun-arg={arg}" for arg in options.srun_arg))
+
+
 def _file_hash(path: str | None) -> str | None:
     if path is None:
         return None
@@ -385,4 +397,5 @@ def _machine(environ: Mapping[str, str], port: int | None = None, check: bool = 
         python=sys.executable,
         cwd=os.getcwd(),
         run_name=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+        bound=cores < (os.cpu_count() or 1),
     )

@@ -48,6 +48,7 @@ class Wish:
         container_image: for srun.
         sbatch_args, srun_args, mpirun_args: further options.
         max_restarts: how often a job is requeued.
+        options: those of the command line that a submitted job has to repeat.
     """
 
     launcher: str = "auto"
@@ -59,6 +60,7 @@ class Wish:
     srun_args: tuple[str, ...] = ()
     mpirun_args: tuple[str, ...] = ()
     max_restarts: int = 0
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], ma
     _refuse(common_problems(request))
     nodes, nproc = wish.nodes or 1, _asked_nproc(request)[0] or 1
     command = [machine.python, "-u", "-m", "odc_launcher", "--launcher", "slurm"]
-    command += [*_options(request, machine), *target_words(request), *request.args]
+    command += [*wish.options, *_options(request, machine), *target_words(request), *request.args]
     script = slurm.batch_script(
         name=os.path.basename(request.target),
         nodes=nodes,

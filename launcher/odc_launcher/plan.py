@@ -115,6 +115,7 @@ class Machine:
         python: the interpreter that runs the ranks.
         cwd: the working folder.
         run_name: names the default log folder: date, time and process id.
+        bound: the cores are part of the host's, as where srun or mpirun binds each task to its own.
     """
 
     host: str
@@ -124,6 +125,7 @@ class Machine:
     python: str
     cwd: str
     run_name: str
+    bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ def make_plan(
             source=nproc_from,
         )
     else:
-        here, nproc = place, place.local_world_size or len(place.ranks)
+        here = place
+        nproc = len(place.ranks) if machine.bound else place.local_world_size or len(place.ranks)
     if nproc > machine.cores:
         warnings.append(
             f"{nproc} ranks share {machine.cores} usable cores ({machine.cores_from}): "
@@ -385,7 +388,7 @@ def _threads(environ: Mapping[str, str], machine: Machine, here: Place, *, place
     if placed and per_task.isdecimal():
         shared = f" / {count} ranks" if count > 1 else ""
         return str(max(1, int(per_task) // count)), f"SLURM_CPUS_PER_TASK={per_task}{shared}"
-    nproc = here.local_world_size or count
+    nproc = count if placed and machine.bound else here.local_world_size or count
     return str(max(1, machine.cores // nproc)), f"{machine.cores} cores / {nproc} ranks"
 
 

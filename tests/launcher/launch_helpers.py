@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "ODC")
+_OTHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "MASTER_",
+    "OMP_",
+    "ODC",
+    "SLURM",
+    "OMPI_",
+    "PMI",
+    "PALS_",
+)
 
 
 class Launcher:
