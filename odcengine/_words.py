@@ -19,6 +19,7 @@ class Phase(enum.IntEnum):
     PUBLISH = 8
     CLOSING = 9
     REPORT = 10
+    FETCH = 11
 
     @property
     def label(self) -> str:
@@ -38,6 +39,7 @@ _PHASE_LABELS = {
     Phase.PUBLISH: "publishing parameters",
     Phase.CLOSING: "close()",
     Phase.REPORT: "handing in its timeline",
+    Phase.FETCH: "waiting for its GPU at the end of the step",
 }
 
 

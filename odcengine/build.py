@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from odcengine.balance import CostModel
+from odcengine.balance import CostModel, OnlineCost
 from odcengine.config import Config, load_config
 from odcengine.control import Phase
 from odcengine.data import MinibatchLoader, TokenDataset
@@ -209,7 +209,7 @@ def _build_loader(
         seed=config.seed,
         shuffle=config.data.shuffle,
         drop_last=config.data.drop_last,
-        cost=CostModel.for_model(model),
+        cost=_costs(model, config, job),
         max_length=config.data.max_length,
         too_long=config.data.too_long,
         length_fn=length_fn,
@@ -220,6 +220,14 @@ def _build_loader(
         prepare_model(model)  # several samples share a row: attention must stop between them
         check_lengths(model, loader.longest, shared_rows=loader.max_samples != 1)
     return loader
+
+
+def _costs(model: nn.Module, config: Config, job: Job) -> CostModel | OnlineCost:
+    recompute = bool(getattr(model, "is_gradient_checkpointing", False))
+    shape = CostModel.for_model(model, recompute=recompute)
+    if not config.balance.learn_costs:
+        return shape
+    return OnlineCost(shape, num_ranks=job.topology.world_size, hosts=job.topology.hosts)
 
 
 def _flops_of(model: nn.Module) -> FlopsOf | None:

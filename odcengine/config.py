@@ -395,6 +395,11 @@ class Balance(_Section):
     max_tokens_per_micro_batch: Int = Field(
         default=8192, ge=1, description="Hard limit of tokens in a micro-batch."
     )
+    learn_costs: bool = Field(
+        default=True,
+        description="Fit the costs of sequences and the speeds of ranks to measured times while training; "
+        "false: costs from the model's shape, so that plans depend on nothing measured.",
+    )
 
 
 class Data(_Section):

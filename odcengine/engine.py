@@ -204,10 +204,8 @@ class OdcEngine:
             self._meet(step)
             met = self._device.mark()
         lr = float(self.optimizer.param_groups[0]["lr"])
-        with control.phase(Phase.COLLECT):
-            mine = torch.cat([self._loss_sum[None], self._sharding.collect()[None], self._sharding.faults()])
         end = self._end_ahead if self._runs_ahead() else self._end_in_turn
-        agreed, applied, boundary_start = end(mine, arrived, met)
+        agreed, applied, boundary_start = end(arrived, met)
         blocked = self._sharding.blocked
         metrics = StepMetrics(
             step=step,
@@ -227,6 +225,8 @@ class OdcEngine:
             flops=agreed.flops,
             load_s=self._monitor.tally.load_s,
         )
+        if self._loader is not None:
+            self._loader.measured(metrics.busy_s, metrics.num_samples)
         self.global_steps += 1
         self._monitor.end_step(metrics, self._started)
         self._start_minibatch()
@@ -244,11 +244,16 @@ class OdcEngine:
         if self._equal_counts:
             self._control.check_equal_counts(step, self._micro_batches)
 
-    def _end_in_turn(self, mine: torch.Tensor, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
+    def _own_sums(self) -> torch.Tensor:
+        """Loss sum, squared norm of the gradient's shard, and faults, on the device."""
+        squared_norm = self._sharding.collect()
+        return torch.cat([self._loss_sum[None], squared_norm[None], self._sharding.faults()])
+
+    def _end_in_turn(self, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
         """Fetch this rank's sums, agree, update, publish: each when the one before is done."""
         control, device = self._control, self._device
         with control.phase(Phase.COLLECT):
-            loss_sum, squared_norm, *faults = device.start_fetch(mine)(control)
+            loss_sum, squared_norm, *faults = device.start_fetch(self._own_sums())(control)
             self._sharding.raise_faults(faults)
         busy_s, wait_s, boundary_start = self._times(arrived, met)
         with control.phase(Phase.AGREE):
@@ -266,7 +271,7 @@ class OdcEngine:
             self._sharding.publish(Changed.TRAINABLE if applied else Changed.NONE)
         return agreed, applied, boundary_start
 
-    def _end_ahead(self, mine: torch.Tensor, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
+    def _end_ahead(self, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
         """The same with the host ahead of the GPU, which then never waits for the host.
 
         What all ranks' devices have summed decides on the device: it makes the scale of the gradients, and
@@ -274,6 +279,8 @@ class OdcEngine:
         The host learns of it while the GPU is at the update.
         """
         control, device = self._control, self._device
+        with control.phase(Phase.COLLECT):
+            mine = self._own_sums()
         with control.phase(Phase.AGREE):
             known, (tokens,), used = self._sum_over_ranks(self._known_sums(), [self._monitor.tally.tokens])
             device.sum_over_ranks(mine)
@@ -291,7 +298,7 @@ class OdcEngine:
         with control.phase(Phase.PUBLISH):
             self._sharding.release()
             self._sharding.publish(Changed.TRAINABLE if count else Changed.NONE)
-        with control.phase(Phase.AGREE):
+        with control.phase(Phase.FETCH):
             loss_sum, squared_norm, *faults = fetch(control)
             self._sharding.raise_faults(faults)
             busy_s, wait_s, boundary_start = self._times(arrived, met)

@@ -76,7 +76,11 @@ def make_config(
         "monitor": monitor,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "odc": {"timeout_s": 120, **METHODS[method]["odc"]},
-        "balance": {"max_tokens_per_micro_batch": arguments.max_tokens, **METHODS[method]["balance"]},
+        "balance": {
+            "max_tokens_per_micro_batch": arguments.max_tokens,
+            "learn_costs": False,  # the plans' predictions are stated before anything is measured
+            **METHODS[method]["balance"],
+        },
     }
 
 

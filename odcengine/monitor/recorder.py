@@ -18,6 +18,7 @@ KINDS = (
     "agree",
     "update",
     "publish",
+    "fetch",
 )
 """What an event may be. ``forward``, ``backward`` and those from ``barrier`` on are phases of the protocol;
 the others lie inside of them. ``wait`` lies inside any other."""

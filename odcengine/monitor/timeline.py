@@ -34,7 +34,7 @@ _COLUMNS = 5
 _LAYERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("forward", "#7fa8d6", ("forward",)),
     ("backward", "#34659d", ("backward",)),
-    ("boundary (collect, agree, update, publish)", "#9a9a9a", ("collect", "agree", "update", "publish")),
+    ("boundary", "#9a9a9a", ("collect", "agree", "update", "publish", "fetch")),
     ("loading data", "#b58fc4", ("load",)),
     ("gather", "#3f9b4f", ("gather",)),
     ("push", "#a5d46a", ("push",)),
