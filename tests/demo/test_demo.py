@@ -330,5 +330,6 @@ def test_sft_script_is_short() -> None:
     assert set(re.findall(r"(?:from|import) (odcengine\S*)", text)) <= {
         "odcengine",
         "odcengine.data",
+        "odcengine.errors",
         "odcengine.models",
     }
