@@ -404,7 +404,7 @@ def _rendezvous(env: Mapping[str, str], info: RankInfo, sources: Sequence[str]) 
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if port is not None and (not port.isdecimal() or not 0 < int(port) < 65536):
         raise ConfigError(f"environment: MASTER_PORT={port!r} is no port number; it must be 1 to 65535")
-    if info.source != "torchrun":
+    if info.source != "torchrun" and info.world_size > 1:
         job = job_name(env)
         if address is None:
             address = _rank0_host(env, info, sources)

@@ -177,6 +177,13 @@ def test_wrong_hostlist_stops_with_the_string() -> None:
         read_rank_info({**STEP, "SLURM_STEP_NODELIST": "n[1-"})
 
 
+def test_a_step_of_one_rank_meets_nobody() -> None:
+    """``srun --pty bash``, and python there: a single process, as anywhere else."""
+    env = {**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    env |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n1"}
+    assert read_rank_info(env).rendezvous is None
+
+
 def test_mpi_on_one_host_needs_no_address_and_on_several_does() -> None:
     one = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
     assert read_rank_info(one).rendezvous == f"127.0.0.1:{job_port('PMIX_NAMESPACE 1234')}"

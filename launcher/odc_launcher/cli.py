@@ -125,9 +125,8 @@ def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, ad
     if adopt:
         info = job.outer_rank(os.environ)
         place = job.adopted_place(request, info, os.environ, above=options.reported_above)
-        assert info.rendezvous is not None  # adopted_place has seen to it
         place = dataclasses.replace(place, master_addr=_address(place.master_addr))
-        machine = _machine(os.environ, int(info.rendezvous.rpartition(":")[2]), 0 in place.ranks)
+        machine = _machine(os.environ, place.master_port, 0 in place.ranks)
         machine = dataclasses.replace(machine, run_name=job.run_name(os.environ, machine.run_name))
         plan = planning.make_plan(request, os.environ, machine, place)
         plan = dataclasses.replace(plan, warnings=(*info.warnings, *plan.warnings))

@@ -184,14 +184,20 @@ def adopted_place(request: Request, info: RankInfo, environ: Mapping[str, str], 
         ConfigError: the number contradicts the tasks, or rank 0's address is not known.
     """
     nproc = request.nproc if request.nproc is not None else request.config_nproc
-    one_each = info.local_world_size == 1 or info.num_nodes == info.world_size or info.world_size == 1
+    if info.num_nodes is not None or info.world_size == 1:
+        one_each = info.world_size in (1, info.num_nodes)
+    else:  # MPI does not tell the number of nodes: on others there may be more tasks than on this one
+        one_each = info.local_world_size == 1 and nproc is not None
     if not one_each and nproc not in (None, info.local_world_size):
         raise ConfigError(
             f"{nproc} ranks a node were asked for (--nproc-per-node or launch.nproc_per_node), but "
             f"{info.source} started {info.local_world_size} tasks on this one; start one task a node, or "
             "leave the number out"
         )
-    if info.rendezvous is None:
+    rendezvous = info.rendezvous
+    if rendezvous is None and info.world_size == 1:
+        rendezvous = f"127.0.0.1:{job_port(job_name(environ) or '')}"
+    if rendezvous is None:
         raise ConfigError(
             f"{info.source} started rank {info.rank} of {info.world_size} without saying where rank 0 runs: "
             "set MASTER_ADDR (and MASTER_PORT) for all ranks, or start them by odc-launch --launcher mpi"
@@ -211,7 +217,8 @@ def adopted_place(request: Request, info: RankInfo, environ: Mapping[str, str], 
         local_world_size=each if one_each else info.local_world_size,
         node_rank=info.rank if one_each else info.node_rank,
         num_nodes=info.world_size if one_each else info.num_nodes,
-        master_addr=info.rendezvous.rpartition(":")[0],
+        master_addr=rendezvous.rpartition(":")[0],
+        master_port=int(rendezvous.rpartition(":")[2]),
         source=info.source,
         signals_reach_ranks=(
             slurm_in_step(environ)

@@ -86,6 +86,7 @@ class Place:
         node_rank: index of this node; None where unknown.
         num_nodes: number of nodes; None where unknown.
         master_addr: the host of rank 0.
+        master_port: the port there.
         source: who placed them, in words.
         signals_reach_ranks: the scheduler signals the ranks itself, so that passing on would do it twice.
         reported_above: the launch that started this step tells its failures.
@@ -98,6 +99,7 @@ class Place:
     node_rank: int | None
     num_nodes: int | None
     master_addr: str
+    master_port: int
     source: str
     signals_reach_ranks: bool = False
     reported_above: bool = False
@@ -202,6 +204,7 @@ def make_plan(
             node_rank=0,
             num_nodes=1,
             master_addr="127.0.0.1",
+            master_port=machine.master_port,
             source=nproc_from,
         )
     else:
@@ -235,7 +238,7 @@ def make_plan(
         "GROUP_RANK": here.node_rank,
         "GROUP_WORLD_SIZE": here.num_nodes,
         "MASTER_ADDR": here.master_addr,
-        "MASTER_PORT": machine.master_port,
+        "MASTER_PORT": here.master_port,
     }
     env = {name: str(value) for name, value in common.items() if value is not None}
     # What an outer launcher left of these would be another's.
@@ -250,7 +253,7 @@ def make_plan(
     else:
         threads_from = "your environment"
     plan_hash = env["ODC_PLAN_HASH"] = hash_of(
-        request, here.world_size, f"{here.master_addr}:{machine.master_port}"
+        request, here.world_size, f"{here.master_addr}:{here.master_port}"
     )
 
     ranks = []
@@ -281,7 +284,7 @@ def make_plan(
         signals=signals,
         summary=(
             f"{what} on {machine.host} (number from {here.source}), "
-            f"port {machine.master_port}, OMP_NUM_THREADS={threads} ({threads_from}), "
+            f"port {here.master_port}, OMP_NUM_THREADS={threads} ({threads_from}), "
             f"logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
         warnings=tuple(warnings),

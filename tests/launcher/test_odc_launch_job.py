@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from odc_launcher import mpi, slurm
+from odc_launcher import mpi, slurm, step
 from odc_launcher.job import (
     Wish,
     adopted_place,
@@ -152,7 +152,7 @@ def test_mpirun(name: str, version: str, nodes: int, tmp_path: Path, monkeypatch
 
 
 def test_adopted_rank() -> None:
-    environ = {**TASK, **USER, "SLURM_CPUS_PER_TASK": "16"}
+    environ = {**TASK, **USER, "SLURM_CPUS_PER_TASK": "16", "MASTER_PORT": "20123"}
     place = adopted_place(REQUEST, outer_rank(environ), environ, above=True)
     plan = make_plan(REQUEST, environ, replace(MACHINE, host="gpu02"), place)
     matches("adopted.txt", render(plan, environ))
@@ -429,3 +429,39 @@ def test_plan_as_json_has_everything() -> None:
     assert data["config_hash"] == "0123456789abcdef"
     assert data["env"]["WANDB_API_KEY"] == "***"
     assert data["command"][0] == "srun"
+
+
+def test_a_failed_requeue_is_told_and_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "$@" > "$0.args"\nexit 3\n')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    environ = {"SLURM_JOB_ID": "1234", "SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "1"}
+    step.requeue(environ, 75, 1)
+    assert "the job is not requeued" in capfd.readouterr().err  # the file cannot be run
+    scontrol.chmod(0o755)
+    step.requeue(environ, 75, 1)
+    assert (tmp_path / "scontrol.args").read_text() == "requeue 1234_1\n"
+    assert "the job is not requeued: scontrol ended with 3" in capfd.readouterr().err
+    step.requeue(environ, 1, 1)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_task_of_one_rank_starts_the_ranks_of_its_node() -> None:
+    environ = {**ALLOCATION, "SLURM_STEP_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    place = adopted_place(replace(REQUEST, nproc=2), outer_rank(environ), environ, above=True)
+    assert (place.ranks, place.world_size, place.master_addr) == ((0, 1), 2, "127.0.0.1")
+
+
+def test_uneven_tasks_with_one_on_this_node_are_no_launchers() -> None:
+    environ = {
+        **TASK,
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "1,2",
+        "SLURM_NODEID": "0",
+    }
+    place = adopted_place(REQUEST, outer_rank(environ), environ, above=False)
+    assert (place.ranks, place.local_world_size, place.num_nodes) == ((1,), 1, 2)
