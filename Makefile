@@ -6,6 +6,7 @@
 #   make check     ruff and mypy
 #   make soak      long stress runs
 #   make dist      wheel and sdist in dist/
+#   make cluster-packages   SLURM and Open MPI for tests/cluster (Debian or Ubuntu, as root)
 #   make clean     remove what was built and cached; .venv, logs and checkpoints stay
 #
 # Another interpreter: make PYTHON=/path/to/python3.12 install
@@ -15,7 +16,9 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.odcengine-installed
 
-.PHONY: install demo test check soak dist clean
+CLUSTER_PACKAGES := slurm-wlm munge openmpi-bin libopenmpi-dev
+
+.PHONY: install demo test check soak dist cluster-packages clean
 
 install: $(STAMP)
 
@@ -48,6 +51,10 @@ soak: install
 
 dist: install
 	$(BIN)/python -m build --outdir dist .
+
+cluster-packages:
+	@dpkg -s $(CLUSTER_PACKAGES) >/dev/null 2>&1 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null; }
 
 clean:
 	rm -rf build dist demo_out *.egg-info launcher/*.egg-info tools/*.egg-info
