@@ -6,8 +6,10 @@ Two engines take turns at minibatches of the same data: on demand with `lb_mini`
 (the ranks meet at every layer of every micro-batch, as with collectives). After warm-up, the first half of
 the minibatches of each gives the costs (`odcengine.balance.OnlineCost`: seconds a micro-batch, a token and a
 squared token, speeds of ranks) and the boundary (median); the second half is predicted from its plans and
-compared. Also printed: lock-step predicted from the costs of the run on demand; and the same for the CPU
-seconds of the ranks' work instead of the time of steps, which is what remains to be seen on a busy machine.
+compared. Also printed: lock-step predicted from the costs of the run on demand; on demand predicted from the
+monitor's JSON lines alone, as `odc advise --run` fits them; and, for machines on which other processes take
+turns with the ranks, the same with the ranks' CPU time: a step then takes the sum over its micro-batches of
+the largest CPU time of a rank in lock-step, and the largest sum on demand.
 
 The ranks need a core each that nobody else uses: the load of the machine is printed. Exit code: 1 if the
 total of a method's second half is predicted more than 5% off, else 0.
@@ -30,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odcengine.balance import CostModel, Fit, OnlineCost, Plan
-from odcengine.simulate import Communication, Machine, Outcome, simulate
+from odcengine.simulate import Communication, Machine, MeasuredRun, simulate
 
 Seconds = npt.NDArray[np.float64]
 
@@ -104,6 +106,7 @@ def train(out: Path, minibatches: int) -> None:
                 "gradient_clipping": 1.0,
                 "steps_per_print": 0,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+                "monitor": {"jsonl": str(monitor_file(out))} if method == ON_DEMAND else {},
                 "odc": {"timeout_s": 120, **options["odc"]},
                 "balance": {"max_tokens_per_micro_batch": MAX_TOKENS, **options["balance"]},
             },
@@ -115,13 +118,15 @@ def train(out: Path, minibatches: int) -> None:
             for method in METHODS if step % 2 else reversed(METHODS):
                 engine, batches = engines[method]
                 dist.barrier()
-                begun = time.thread_time()
+                marks = [time.thread_time()]
                 minibatch = next(batches)
                 for micro_batch in minibatch:
                     engine.backward(engine(micro_batch))
+                    marks.append(time.thread_time())
                 metrics = engine.step()
-                cpu_s = [0.0] * NUM_RANKS
-                dist.all_gather_object(cpu_s, time.thread_time() - begun)
+                marks.append(time.thread_time())
+                cpu_s: list[list[float]] = [[]] * NUM_RANKS
+                dist.all_gather_object(cpu_s, np.diff(marks).tolist())
                 line = {
                     "method": method,
                     "plan": minibatch.plan.to_json(),
@@ -134,6 +139,11 @@ def train(out: Path, minibatches: int) -> None:
                 file.flush()
     for engine, _ in engines.values():
         engine.close()
+
+
+def monitor_file(out: Path) -> Path:
+    """Where the engine on demand writes its steps."""
+    return out.with_suffix(".monitor.jsonl")
 
 
 def pin_to_core(rank: int) -> None:
@@ -162,14 +172,25 @@ class Run:
         shape = CostModel.from_config(SimpleNamespace(**MODEL))
         learner = OnlineCost(shape, num_ranks=NUM_RANKS, window=len(self.first), min_steps=1)
         for line in self.first:
-            learner.update(Plan.from_json(line["plan"]), line[key])
+            seconds = line[key] if key == "busy_s" else [sum(parts) for parts in line[key]]
+            learner.update(Plan.from_json(line["plan"]), seconds)
         return learner.fit()
 
-    def predict(self, fit: Fit) -> list[Outcome]:
-        """The second half, with the boundary of the first."""
-        boundary_s = float(np.median([line["boundary_s"] for line in self.first]))
+    def cpu_steps(self) -> Seconds:
+        """What the steps of the second half would take if the ranks' CPU time were all."""
+        if self.communication == "on_demand":
+            return np.array([max(sum(parts) for parts in line["cpu_s"]) for line in self.second])
+        return np.array(
+            [sum(max(parts) for parts in zip(*line["cpu_s"], strict=True)) for line in self.second]
+        )
+
+    def predict(self, fit: Fit, *, boundary: bool = True) -> Seconds:
+        """Times of the second half, with the boundary of the first unless the costs have it."""
+        boundary_s = float(np.median([line["boundary_s"] for line in self.first])) if boundary else 0.0
         machine = Machine(fit.cost, boundary_s=boundary_s, speeds=fit.speeds)
-        return [simulate(plan, machine, communication=self.communication) for plan in self.plans]
+        return np.array(
+            [simulate(plan, machine, communication=self.communication).step_s for plan in self.plans]
+        )
 
 
 def compare(what: str, measured: Seconds, predicted: Seconds, *, details: bool = False) -> float:
@@ -188,8 +209,16 @@ def compare(what: str, measured: Seconds, predicted: Seconds, *, details: bool =
     return total
 
 
-def steps_of(outcomes: list[Outcome]) -> Seconds:
-    return np.array([outcome.step_s for outcome in outcomes])
+def fit_monitor(path: Path, run: Run) -> Fit:
+    """Costs as ``odc advise --run`` learns them, from the first half alone."""
+    lines = path.read_text().splitlines(keepends=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as half:
+        half.writelines(lines[: WARM_UP + len(run.first)])
+        half.flush()
+        measured = MeasuredRun.read(half.name)
+    lengths = [length for line in run.first for length in Plan.from_json(line["plan"]).lengths]
+    fit = measured.fit(CostModel.from_config(SimpleNamespace(**MODEL)), lengths)
+    return Fit(fit.cost, (1.0,) * NUM_RANKS, fit.num_steps, fit.error)
 
 
 def report(path: Path) -> bool:
@@ -205,14 +234,15 @@ def report(path: Path) -> bool:
             f"  {cost.per_micro_batch * 1e3:.1f} ms a micro-batch, {cost.linear * 1e6:.0f} us a token, "
             f"{cost.quadratic * 1e9:.0f} ns a squared token, speeds {speeds}"
         )
-        totals.append(compare("steps", run.step_s, steps_of(run.predict(fits[method])), details=True))
-        work = [outcome.busy_s.sum() for outcome in run.predict(run.learn("cpu_s"))]
-        compare("CPU time", np.array([sum(line["cpu_s"]) for line in run.second]), np.array(work))
+        totals.append(compare("steps", run.step_s, run.predict(fits[method]), details=True))
+        compare("CPU time", run.cpu_steps(), run.predict(run.learn("cpu_s"), boundary=False))
     slow, fast = runs[LOCK_STEP], runs[ON_DEMAND]
+    print(f"{ON_DEMAND}, costs of the monitor's lines of its first {len(fast.first)} minibatches:")
+    compare("steps", fast.step_s, fast.predict(fit_monitor(monitor_file(path), fast)))
     print(f"{LOCK_STEP}, costs of {ON_DEMAND}:")
-    from_other = steps_of(slow.predict(fits[ON_DEMAND]))
+    from_other = slow.predict(fits[ON_DEMAND])
     compare("steps", slow.step_s, from_other)
-    gain = from_other.sum() / steps_of(fast.predict(fits[ON_DEMAND])).sum()
+    gain = from_other.sum() / fast.predict(fits[ON_DEMAND]).sum()
     print(
         f"  time over on demand: measured {slow.step_s.sum() / fast.step_s.sum():.3f}, predicted {gain:.3f}"
     )
@@ -239,6 +269,7 @@ def main() -> int:
         path = arguments.out or Path(folder) / "steps.jsonl"
         if not arguments.only_report:
             begin = os.getloadavg()[0]
+            monitor_file(path.absolute()).unlink(missing_ok=True)
             code = launch(path.absolute(), arguments.minibatches, Path(folder))
             if code:
                 return code

@@ -264,6 +264,8 @@ def test_a_measured_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--workload", "grpo", "--gpus", "0"], "--gpus 0: expected numbers from 1 to 4096"),
         (["--workload", "grpo", "--gpus", "5000"], "--gpus 5000"),
         (["--workload", "grpo", "--sequences", "0"], "--sequences 0: it must be 1 or more"),
+        (["--workload", "grpo", "--sequences", "9999999"], "--sequences: minibatches of 639,999,936"),
+        (["--workload", "grpo", "--too-long", "skip"], "--too-long skip: not with --workload"),
         (["--workload", "grpo", "--noise", "nan"], "--noise nan"),
         (["--workload", "grpo", "--slow", "0"], "--slow 0: it must be above 0"),
         (["--workload", "grpo", "--tflops", "1", "--run", "x"], "--tflops: not with --run"),
@@ -336,3 +338,10 @@ def test_commands_of_the_page_are_accepted(monkeypatch: pytest.MonkeyPatch) -> N
     for command in commands:
         assert main(shlex.split(command, comments=True)) == 0
     assert seen == ["advise"] * len(commands)
+
+
+def test_the_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "advice.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "docs/advice.md", "exec"), {})
+    assert capsys.readouterr().out

@@ -17,6 +17,7 @@ from odcengine.errors import ConfigError
 SEQUENCES = 8
 """Of a GPU and minibatch, where nothing is said."""
 _MOST_GPUS = 4096
+_MOST_SEQUENCES = 2**18
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -236,6 +237,13 @@ def check_options(options: argparse.Namespace) -> None:
         for gpus in options.gpus
         if not 1 <= gpus <= _MOST_GPUS
     ]
+    largest = options.train_batch_size or (options.sequences or SEQUENCES) * max(options.gpus)
+    if largest > _MOST_SEQUENCES:
+        option = "--train-batch-size" if options.train_batch_size else "--sequences"
+        problems.append(
+            f"{option}: minibatches of {largest:,} sequences are too large to simulate; the most is "
+            f"{_MOST_SEQUENCES:,}"
+        )
     if options.tflops is not None and options.run_file is not None:
         problems.append("--tflops: not with --run, which tells the speed; leave one of them out")
     if options.png is not None and options.png.suffix != ".png":
