@@ -11,8 +11,13 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from odcengine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from odc_tools.advise_inputs import Model, Sequences, Speed
+    from odc_tools.advise_predict import Limits
 
 SEQUENCES = 8
 """Of a GPU and minibatch, where nothing is said."""
@@ -121,8 +126,7 @@ def run(options: argparse.Namespace) -> int:
     number = "drawn from" if sequences.size is None else f"{sequences.size:,} of"
     print(
         f"Sequences: {number} {sequences.name}, mean {pool.mean():,.0f} tokens, median "
-        f"{np.median(pool):,.0f}, longest "
-        f"{pool.max():,}; up to {limits.max_tokens:,} tokens in a micro-batch"
+        f"{np.median(pool):,.0f}, longest {pool.max():,}; up to {limits.max_tokens:,} tokens in a micro-batch"
     )
     recomputed = "not recomputed" if options.no_checkpointing else "recomputed"
     print(f"Model: {model.name}, {model.num_parameters / 1e9:.3g}G parameters, blocks {recomputed}")
@@ -133,9 +137,8 @@ def run(options: argparse.Namespace) -> int:
         count = options.train_batch_size or (options.sequences or SEQUENCES) * gpus
         if sequences.size is not None and count > sequences.size:
             notes.append(
-                f"{count:,} sequences for {gpus} GPUs are more than the {sequences.size:,} there "
-                f"are: they are drawn "
-                "with replacement, and larger minibatches are not tried"
+                f"{count:,} sequences for {gpus} GPUs are more than the {sequences.size:,} there are: they "
+                "are drawn with replacement, and larger minibatches are not tried"
             )
         sizes = [
             advise_predict.predict(
@@ -169,30 +172,7 @@ def run(options: argparse.Namespace) -> int:
     print("".join(f"Note: {note}\n" for note in notes), end="")
 
     if options.json is not None:
-        document = {
-            "version": 1,
-            "sequences": {
-                "source": sequences.name,
-                "count": sequences.size,
-                "mean": float(pool.mean()),
-                "longest": int(pool.max()),
-            },
-            "model": {"source": model.name, "parameters": model.num_parameters},
-            "machine": {
-                "origin": speed.origin,
-                "seconds_per_token": speed.machine.cost.linear,
-                "seconds_per_squared_token": speed.machine.cost.quadratic,
-                "seconds_per_micro_batch": speed.machine.cost.per_micro_batch,
-                "boundary_s": speed.machine.boundary_s,
-                "traffic_s": speed.machine.traffic_s,
-                "noise": speed.machine.noise,
-                "slow": options.slow,
-            },
-            "limits": {"max_tokens": limits.max_tokens, "max_samples": limits.max_samples},
-            "results": results,
-            "notes": notes,
-            "not_modelled": list(advise_report.NOT_MODELLED),
-        }
+        document = _document(options, sequences, model, speed, limits, results, notes)
         _write("--json", options.json, lambda: _save(options.json, document))
     if options.png is not None:
         title = f"{sequences.name}, {model.name}: predicted by simulation"
@@ -202,6 +182,45 @@ def run(options: argparse.Namespace) -> int:
             lambda: advise_report.draw(options.png, title, pool, asked_sizes, sizes),
         )
     return 0
+
+
+def _document(
+    options: argparse.Namespace,
+    sequences: Sequences,
+    model: Model,
+    speed: Speed,
+    limits: Limits,
+    results: list[dict[str, Any]],
+    notes: list[str],
+) -> dict[str, Any]:
+    """All numbers, as ``--json`` writes them."""
+    from odc_tools.advise_report import NOT_MODELLED
+
+    machine, pool = speed.machine, sequences.pool
+    return {
+        "version": 1,
+        "sequences": {
+            "source": sequences.name,
+            "count": sequences.size,
+            "mean": float(pool.mean()),
+            "longest": int(pool.max()),
+        },
+        "model": {"source": model.name, "parameters": model.num_parameters},
+        "machine": {
+            "origin": speed.origin,
+            "seconds_per_token": machine.cost.linear,
+            "seconds_per_squared_token": machine.cost.quadratic,
+            "seconds_per_micro_batch": machine.cost.per_micro_batch,
+            "boundary_s": machine.boundary_s,
+            "traffic_s": machine.traffic_s,
+            "noise": machine.noise,
+            "slow": options.slow,
+        },
+        "limits": {"max_tokens": limits.max_tokens, "max_samples": limits.max_samples},
+        "results": results,
+        "notes": notes,
+        "not_modelled": list(NOT_MODELLED),
+    }
 
 
 def _save(path: Path, document: object) -> None:

@@ -128,9 +128,8 @@ def _of_workload(options: argparse.Namespace) -> Sequences:
     limit, too_long = options.max_tokens, options.too_long
     if limit is not None and limit < workload.longest and too_long == "error":
         raise ConfigError(
-            f"--max-tokens {limit}: {workload.name} has sequences of up to {workload.longest} "
-            f"tokens, which must "
-            "fit into a micro-batch; raise it, or give --too-long truncate"
+            f"--max-tokens {limit}: {workload.name} has sequences of up to {workload.longest} tokens, which "
+            "must fit into a micro-batch; raise it, or give --too-long truncate"
         )
     if too_long == "skip":
         raise ConfigError("--too-long skip: not with --workload, whose sequences are made; use truncate")
@@ -160,9 +159,8 @@ def read_lengths(path: Path) -> Lengths:
             continue
         if not (word.isascii() and word.isdigit() and len(word) < 11 and 1 <= int(word) <= _LONGEST):
             raise ConfigError(
-                f"--lengths {path}, line {number}: {ascii(word)[:40]} is no length; expected one "
-                f"whole number of 1 "
-                "or more tokens a line"
+                f"--lengths {path}, line {number}: {ascii(word)[:40]} is no length; expected one whole "
+                "number of 1 or more tokens a line"
             )
         lengths.append(int(word))
     return np.array(lengths, dtype=np.int64)
@@ -177,10 +175,9 @@ def _fit_limit(pool: Lengths, what: str, options: argparse.Namespace) -> tuple[L
     over = pool > limit
     if options.too_long == "error":
         raise ConfigError(
-            f"{what}: {int(over.sum())} of {len(pool)} sequences have more than --max-tokens "
-            f"{limit}; the longest "
-            f"has {longest}. Raise --max-tokens, or give --too-long truncate or skip as "
-            f"data.too_long of the run"
+            f"{what}: {int(over.sum())} of {len(pool)} sequences have more than --max-tokens {limit}; the "
+            f"longest has {longest}. Raise --max-tokens, or give --too-long truncate or skip as "
+            "data.too_long of the run"
         )
     if options.too_long == "truncate":
         return np.minimum(pool, limit), (f"{over.sum()} of {len(pool)} sequences cut to {limit} tokens",)
@@ -238,9 +235,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         problem = "has no config.json" if path.is_dir() else "does not exist"
         raise ConfigError(
-            f"--model {path}: it {problem}; expected a directory of a transformers model, its "
-            f"config.json, or one "
-            f"of {', '.join(SHAPES)}"
+            f"--model {path}: it {problem}; expected a directory of a transformers model, its config.json, "
+            f"or one of {', '.join(SHAPES)}"
         )
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -258,9 +254,8 @@ def _by_transformers(path: Path, source: str) -> Any:
         from transformers import AutoConfig
     except ImportError:
         raise ConfigError(
-            f"--model {source}: its configuration lacks num_hidden_layers, hidden_size, "
-            f"num_attention_heads or "
-            "vocab_size; pip install 'odcengine[hf]' to read families with names of their own"
+            f"--model {source}: its configuration lacks num_hidden_layers, hidden_size, num_attention_heads "
+            "or vocab_size; pip install 'odcengine[hf]' to read families with names of their own"
         ) from None
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -305,16 +300,15 @@ def read_speed(options: argparse.Namespace, model: Model, sequences: Sequences) 
         boundary_s = 0.0
         origin = (
             f"{options.tflops or TFLOPS:g} TFLOP/s achieved a GPU{'' if options.tflops else ' (assumed)'}, "
-            f"parameters and gradients at {options.bandwidth or BANDWIDTH:g} GB/s"
-            f"{'' if options.bandwidth else ' (assumed)'}"
+            f"parameters and gradients at {options.bandwidth or BANDWIDTH:g} "
+            f"GB/s{'' if options.bandwidth else ' (assumed)'}"
         )
         if not options.tflops:
             notes += ("seconds scale with --tflops, which is assumed; shares and speed-ups hardly change",)
         if options.boundary_s is None:
             notes += (
                 "the boundary between minibatches counts as 0 s, which flatters small ones; give "
-                "--boundary-s, or "
-                "--run",
+                "--boundary-s, or --run",
             )
     else:
         run = MeasuredRun.read(options.run_file)

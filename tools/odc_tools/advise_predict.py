@@ -235,9 +235,9 @@ def _on_strategy(asked: Size) -> str:
     waiting, left = asked.of[LB_MICRO].idle_share, asked.of[LB_MINI].idle_share
     if gain >= NOTICED:
         text = (
-            f"Use lb_mini on demand: {1 + gain:.2f}x the speed of collectives with lb_micro, whose "
-            f"ranks meet in "
-            f"every micro-batch and wait {waiting:.0%} of the time; with lb_mini they wait {left:.0%}."
+            f"Use lb_mini on demand: {1 + gain:.2f}x the speed of collectives with lb_micro, whose ranks "
+            f"meet in every micro-batch and wait {waiting:.0%} of the time; with lb_mini they wait "
+            f"{left:.0%}."
         )
         if asked.bound.idle_share > WORTH:
             text += f" {_longest(asked)}"
@@ -253,18 +253,17 @@ def _on_strategy(asked: Size) -> str:
             f"lb_micro). {_longest(asked)}"
         )
     return (
-        f"Collectives with lb_micro are near the bound (idle {waiting:.1%}): lb_mini on demand "
-        f"gains {gain:+.1%}, "
-        "so it is worth it only if its communication is the faster one on your machine (odc bench)."
+        f"Collectives with lb_micro are near the bound (idle {waiting:.1%}): lb_mini on demand gains "
+        f"{gain:+.1%}, so it is worth it only if its communication is the faster one on your machine (odc "
+        "bench)."
     )
 
 
 def _longest(asked: Size) -> str:
     if asked.longest_sets > 0.5:
         return (
-            f"The longest sequence sets the step: {asked.bound.idle_share:.0%} of the time is idle "
-            f"with any plan "
-            "of whole sequences; only larger minibatches or shorter sequences help."
+            f"The longest sequence sets the step: {asked.bound.idle_share:.0%} of the time is idle with any "
+            "plan of whole sequences; only larger minibatches or shorter sequences help."
         )
     return f"{asked.bound.idle_share:.0%} of the time is idle with any plan of whole sequences."
 
@@ -277,10 +276,9 @@ def _on_traffic(machine: Machine, limits: Limits) -> list[str]:
         return []
     tokens = -(-round(4 * machine.traffic_s / linear) // 1024) * 1024
     return [
-        f"Micro-batches are short: {limits.max_tokens:,} tokens compute for {full_s:.2g} s, and "
-        f"their parameters "
-        f"and gradients take {machine.traffic_s:.2g} s. Raise --max-tokens (max_tokens_per_micro_batch), to "
-        f"{tokens:,} if memory permits."
+        f"Micro-batches are short: {limits.max_tokens:,} tokens compute for {full_s:.2g} s, and their "
+        f"parameters and gradients take {machine.traffic_s:.2g} s. Raise --max-tokens "
+        f"(max_tokens_per_micro_batch), to {tokens:,} if memory permits."
     ]
 
 
@@ -303,9 +301,8 @@ def _on_size(asked: Size, sizes: Sequence[Size]) -> list[str]:
         )
     elif enough.sequences < asked.sequences:
         text = (
-            f"Minibatches need not be larger for speed: {_words(enough)} give within {WORTH:.0%} of "
-            f"the tokens/s of "
-            "any size tried."
+            f"Minibatches need not be larger for speed: {_words(enough)} give within {WORTH:.0%} of the "
+            "tokens/s of any size tried."
         )
     else:
         text = f"Minibatches of {_words(asked)} are large enough: no size gains {WORTH:.0%} with lb_mini."
@@ -320,9 +317,8 @@ def _on_size(asked: Size, sizes: Sequence[Size]) -> list[str]:
     texts = [text]
     if (left := largest.of[LB_MINI].idle_share) > 2 * WORTH:
         texts.append(
-            f"Even {_words(largest)} leave {left:.0%} idle: a few sequences are far longer than the "
-            f"others. Cut or "
-            "leave out the longest (data.max_length), or use fewer GPUs."
+            f"Even {_words(largest)} leave {left:.0%} idle: a few sequences are far longer than the others. "
+            "Cut or leave out the longest (data.max_length), or use fewer GPUs."
         )
     return texts
 

@@ -41,8 +41,7 @@ def format_size(size: Size) -> str:
     rows.append([f"bound: {bound}", *_cells(size.bound), f"{best:.2f}x"])
     return (
         f"{gpus}, minibatches of {size.sequences:,} sequences ({size.per_gpu:.3g} a GPU, "
-        f"{_short(size.tokens)} "
-        f"tokens), {size.minibatches} simulated\n{table(rows)}"
+        f"{_short(size.tokens)} tokens), {size.minibatches} simulated\n{table(rows)}"
     )
 
 
