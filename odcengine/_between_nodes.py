@@ -20,6 +20,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
 
 
 class OtherNodes:
@@ -47,6 +48,15 @@ class OtherNodes:
         self._interval_s = min(_INTERVAL_S, timeout_s / 6)
         self._next_exchange = 0.0
         self._next_look = 0
+
+    def draw(self, serial: int) -> int:
+        """The next number of minibatch ``serial`` that no rank of the job has drawn, from 0."""
+        try:
+            return self._store.add(f"odc-draw-{serial}", 1) - 1
+        except RuntimeError as error:
+            raise PeerError(
+                f"the store between the nodes does not answer ({error}); is rank 0 gone?"
+            ) from error
 
     def exchange(self, *, now: bool = False) -> None:
         """Show this node's progress and look for failures of others; only now and then unless ``now``.

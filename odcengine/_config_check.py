@@ -39,9 +39,6 @@ REFUSED_VALUES: dict[str, tuple[tuple[Any, str], ...]] = {
             "reproducible, gradients up to rounding)",
         ),
     ),
-    "balance.strategy": (
-        ("dynamic", f"dynamic is planned, but {_LATER}; expected local_sort, lb_micro or lb_mini"),
-    ),
 }
 """Values that are understood and refused, with the reason."""
 
@@ -348,6 +345,7 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields the keys and the message of every contradiction between valid values."""
     odc, balance = config.odc, config.balance
     strategy = ("balance.strategy", "odc.transport", "odc.lockstep")
+    uneven = ("lb_mini", "dynamic")
     equal = "local_sort or lb_micro, which give every rank equally many micro-batches"
     if odc.transport == "collective":
         if odc.lockstep:
@@ -356,8 +354,8 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 "measures a one-sided transport, but odc.transport is collective; expected false, or "
                 "transport auto or shm",
             )
-        if balance.strategy == "lb_mini":
-            yield strategy, f"lb_mini cannot run with odc.transport: collective; expected {equal}"
+        if balance.strategy in uneven:
+            yield strategy, f"{balance.strategy} cannot run with odc.transport: collective; expected {equal}"
         if odc.sharding == "hybrid":
             yield (
                 ("odc.sharding", "odc.transport"),
@@ -369,8 +367,8 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 ("odc.node_size", "odc.transport"),
                 "needs the windows of a one-sided transport, but odc.transport is collective; remove it",
             )
-    elif odc.lockstep and balance.strategy == "lb_mini":
-        yield strategy, f"lb_mini cannot run with odc.lockstep: true; expected {equal}"
+    elif odc.lockstep and balance.strategy in uneven:
+        yield strategy, f"{balance.strategy} cannot run with odc.lockstep: true; expected {equal}"
     other = {"shm": "cuda", "cuda_p2p": "cpu", "nvshmem": "cpu"}.get(odc.transport)
     if other is not None and odc.device == other:
         yield (

@@ -91,6 +91,8 @@ class Word(enum.IntEnum):
     ENDED_COUNT = 14  # micro-batches it had in the last of them
     PROGRESS_NS = 15  # CLOCK_MONOTONIC of its own last progress
     LOOKED_NS = 16  # CLOCK_MONOTONIC of its last look around while it waits
+    DRAWN_FROM = 17  # in the first rank's slot: serial number of the minibatch that ranks draw from
+    DRAWN = 18  # and how many numbers they have drawn from it
 
 
 def explain_tag(tag: int) -> str:

@@ -214,6 +214,7 @@ def _build_loader(
         too_long=config.data.too_long,
         length_fn=length_fn,
         collate_fn=collate_fn,
+        draw=job.control.draw,
         run_empty=config.odc.lockstep or config.odc.transport == "collective",
     )
     if loader.packs and (loss_fn is None or is_transformers_model(model)):

@@ -387,9 +387,10 @@ class Model(_Section):
 class Balance(_Section):
     """How samples are dealt to ranks and micro-batches."""
 
-    strategy: Literal["local_sort", "lb_micro", "lb_mini"] = Field(
+    strategy: Literal["local_sort", "lb_micro", "lb_mini", "dynamic"] = Field(
         default="lb_mini",
-        description="lb_mini: equal work a rank and minibatch; lb_micro: also equal numbers of "
+        description="lb_mini: equal work a rank and minibatch; dynamic: ranks draw work while they compute, "
+        "which evens out wrong costs and slow devices; lb_micro: also equal numbers of "
         "micro-batches (default for collective and lockstep, which need it); local_sort: sorted by length.",
     )
     max_tokens_per_micro_batch: Int = Field(

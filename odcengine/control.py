@@ -608,6 +608,40 @@ class ControlBlock:
     def _offset(self, kind: int, index: int) -> int:
         return kind * self._size + index
 
+    # -- drawing work ----------------------------------------------------------------------------------
+
+    def draw(self, serial: int) -> int:
+        """The next number of minibatch ``serial`` that no rank has drawn yet; a sign of life.
+
+        Args:
+            serial: number of the minibatch, from 1; the same on all ranks, and growing. Between the last
+                draw from one and the first from the next lies a barrier.
+
+        Returns:
+            A number from 0; each goes to one rank.
+
+        Raises:
+            UsageError: another rank draws from a later minibatch already.
+            PeerError: a rank failed.
+        """
+        self.check()
+        self.beat()
+        if self._other_nodes is not None:
+            return self._other_nodes.draw(serial)
+        shared = self._words[0]
+        with self._slot_lock(0):
+            if shared[Word.DRAWN_FROM] > serial:
+                raise UsageError(
+                    f"{self.describe(self._me)}: minibatch {serial} of the loader is over, another rank is "
+                    f"at minibatch {shared[Word.DRAWN_FROM]}; every rank iterates over every minibatch and "
+                    "calls step() after each"
+                )
+            if shared[Word.DRAWN_FROM] < serial:
+                shared[Word.DRAWN_FROM], shared[Word.DRAWN] = serial, 0
+            number = int(shared[Word.DRAWN])
+            shared[Word.DRAWN] = number + 1
+        return number
+
     # -- the rest --------------------------------------------------------------------------------------
 
     def share(self, descriptors: list[int] | None) -> list[int]:

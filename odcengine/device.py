@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,6 +68,15 @@ class Device(abc.ABC):
             then. It raises PeerError where another rank fails or dies meanwhile.
         """
 
+    def micro_batch_enqueued(self) -> None:  # noqa: B027 - a CPU has no backlog
+        """Called after each backward."""
+
+    def wait_for_backlog(self, control: ControlBlock) -> None:  # noqa: B027
+        """Wait until at most one micro-batch is enqueued behind the one that is being computed.
+
+        Who draws work must not draw what its device will only get to long after: another rank may be free.
+        """
+
     def sum_over_ranks(self, values: torch.Tensor) -> None:
         """Sum float64 numbers of all ranks' devices in place, in the order of the current stream."""
         if dist.get_world_size() > 1:
@@ -105,6 +115,7 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
+        self._ended: deque[torch.cuda.Event] = deque(maxlen=2)
         self._stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Mark:
@@ -129,6 +140,15 @@ class CudaDevice(Device):
         finally:
             outer.wait_stream(self._stream)
 
+    def micro_batch_enqueued(self) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._ended.append(event)
+
+    def wait_for_backlog(self, control: ControlBlock) -> None:
+        if len(self._ended) == self._ended.maxlen:
+            _wait(self._ended[0], "the GPU's work before more is drawn", control)
+
     def start_fetch(self, values: torch.Tensor) -> Callable[[ControlBlock], list[float]]:
         landing = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
         landing.copy_(values, non_blocking=True)
@@ -136,12 +156,16 @@ class CudaDevice(Device):
         event.record()
 
         def finish(control: ControlBlock) -> list[float]:
-            others = [i for i in range(len(control.topology.peers)) if i != control.topology.local_rank]
-            control.wait_until(event.query, "the GPU's work of the minibatch", lambda: others, everyone=True)
+            _wait(event, "the GPU's work of the minibatch", control)
             numbers: list[float] = landing.tolist()
             return numbers
 
         return finish
+
+
+def _wait(event: torch.cuda.Event, what: str, control: ControlBlock) -> None:
+    others = [index for index in range(len(control.topology.peers)) if index != control.topology.local_rank]
+    control.wait_until(event.query, what, lambda: others, everyone=True)
 
 
 def choose_device(info: RankInfo, wanted: str) -> Device:

@@ -93,6 +93,8 @@ class OdcEngine:
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._closed = False
+        if loader is not None:
+            loader.before_draw = functools.partial(job.device.wait_for_backlog, job.control)
         self._sharding.publish(Changed.ALL)
         self._start_minibatch()
         self._control.enter(Phase.BETWEEN, step=0, micro_batch=0)
@@ -169,7 +171,24 @@ class OdcEngine:
             self._count += count
             self._loss_sum += loss.detach().reshape(()).to(self._device.torch_device, torch.float64)
             self._micro_batches += 1
+            self._device.micro_batch_enqueued()
         self._control.enter(Phase.BETWEEN, micro_batch=self._micro_batches)
+
+    def draw(self) -> int:
+        """Draw work, in a loop of the script's own: a number that no rank has drawn in this minibatch.
+
+        Every rank draws until it gets a number for which there is no work, then calls :meth:`step`. On a GPU
+        it waits until the device is at the last micro-batch but one, so that no rank draws what it will only
+        get to long after. With the engine's loader set ``balance.strategy: dynamic`` instead.
+
+        Returns:
+            From 0 in every minibatch.
+        """
+        self._require_open()
+        if self._loader is not None and self._loader.strategy == "dynamic":
+            raise UsageError("draw: the loader draws already (balance.strategy: dynamic)")
+        self._device.wait_for_backlog(self._control)
+        return self._control.draw(self.global_steps + 1)
 
     def _sum_pending(self) -> float:
         # Only the sum over the minibatch matters, so a backward may cover several forwards.

@@ -17,6 +17,11 @@ Strategies:
     The cost per rank is balanced over the whole minibatch; each rank packs its own micro-batches, so
     their number differs between ranks and may be 0. It needs on-demand communication.
 
+``dynamic``
+    Ranks draw bundles of samples, the costliest first, while they work (``odcengine.balance.dynamic``), so
+    the plan only says what the bundles are, and who draws which if all costs are right. It needs on-demand
+    communication.
+
 With the first two, a rank that has too few samples gets **empty micro-batches** ``()`` at the end, so that
 the counts are equal. Where communication is collective, a rank has to run a forward and backward for an
 empty micro-batch as well (on a dummy input, with zero loss), since the other ranks wait for it; where
@@ -37,10 +42,11 @@ import numpy.typing as npt
 
 from odcengine.balance.assign import FindExchanges, assign, lower_bound, paces_of
 from odcengine.balance.cost import CostModel
+from odcengine.balance.dynamic import deal_out, make_bundles
 from odcengine.balance.exchange import best_exchanges
 
 EQUAL_COUNT_STRATEGIES = ("local_sort", "lb_micro")
-STRATEGIES = (*EQUAL_COUNT_STRATEGIES, "lb_mini")
+STRATEGIES = (*EQUAL_COUNT_STRATEGIES, "lb_mini", "dynamic")
 
 Costs = Callable[[Sequence[int]], "npt.NDArray[np.float64]"]
 Group = list[int]
@@ -73,6 +79,17 @@ class Plan:
     bound: float
     speeds: tuple[float, ...] = ()
     lengths: tuple[int, ...] = ()
+
+    @property
+    def bundles(self) -> tuple[tuple[int, ...], ...]:
+        """All micro-batches, the costliest first: the order in which ``dynamic`` draws them."""
+        both = [
+            (-cost, group)
+            for costs, groups in zip(self.costs, self.micro_batches, strict=True)
+            for cost, group in zip(costs, groups, strict=True)
+            if group
+        ]
+        return tuple([group for _, group in sorted(both)])
 
     @property
     def loads(self) -> tuple[float, ...]:
@@ -229,6 +246,9 @@ def make_plan(
         ranks = _local_sort(weights, limits, num_ranks)
     elif strategy == "lb_micro":
         ranks = _lb_micro(weights, limits, paces)
+    elif strategy == "dynamic":
+        fixed = round(per_micro_batch / costs.max() * _LARGEST_WEIGHT) if lengths else 0
+        ranks = _dynamic(weights, limits, speeds or [1.0] * num_ranks, fixed)
     else:
         ranks = _lb_mini(weights, limits, paces, find)
     cost_of = costs.tolist()
@@ -459,6 +479,14 @@ def _lb_mini(weights: list[int], limits: _Limits, paces: list[int], find: FindEx
         groups = _first_fit_decreasing([order[number] for number in share], limits)
         ranks.append(sorted(groups, key=lambda group: (-_weight(weights, group), group)))
     return ranks
+
+
+def _dynamic(
+    weights: list[int], limits: _Limits, speeds: Sequence[float], per_micro_batch: int
+) -> list[list[Group]]:
+    bundles = make_bundles(weights, limits.lengths, limits, len(speeds), per_micro_batch)
+    drawn = deal_out([_weight(weights, bundle) for bundle in bundles], speeds)
+    return [[bundles[number] for number in of_rank] for of_rank in drawn]
 
 
 def _first_fit_decreasing(samples: Group, limits: _Limits) -> list[Group]:

@@ -12,6 +12,7 @@ position was loaded, so it does not depend on when a thread got its turn, and al
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -50,7 +51,9 @@ class Minibatch:
     """One rank's share of the samples of one optimizer step: an iterable of micro-batches.
 
     ``len(minibatch)`` is the number of micro-batches that iterating gives on this rank; other ranks may have
-    more or fewer, also none. Each iteration reads the samples anew, so it can be repeated.
+    more or fewer, also none. Each iteration reads the samples anew, so it can be repeated. With ``dynamic``
+    ranks draw micro-batches until none is left: their number is not known before, and iterating again gives
+    none.
 
     Args:
         plan: the plan of all ranks; its positions index ``sample_ids``.
@@ -88,6 +91,15 @@ class Minibatch:
         self._load = load
         self._groups = tuple(group for group in plan.micro_batches[rank] if group or run_empty)
         self._handed_out: tuple[int, ...] | None = None
+        self._draw: Callable[[], int] | None = None
+
+    def draw_from(self, draw: Callable[[], int]) -> None:
+        """Have iterating give the bundles that this rank draws instead of its share of the plan.
+
+        Args:
+            draw: the next number that no rank has drawn yet, from 0.
+        """
+        self._draw = draw
 
     @property
     def num_samples_global(self) -> int:
@@ -105,10 +117,20 @@ class Minibatch:
         return self._handed_out == ()
 
     def __len__(self) -> int:
+        if self._draw is not None:
+            raise TypeError(
+                "how many micro-batches a rank draws (balance.strategy: dynamic) is not known before"
+            )
         return len(self._groups)
 
+    def _drawn(self, draw: Callable[[], int]) -> Iterator[tuple[int, ...]]:
+        bundles = self.plan.bundles
+        while (number := draw()) < len(bundles):
+            yield bundles[number]
+
     def __iter__(self) -> Iterator[Any]:
-        for group in self._groups:
+        groups = iter(self._groups) if self._draw is None else self._drawn(self._draw)
+        for group in groups:
             self._handed_out = group
             yield self._load(self, tuple(self.sample_ids[position] for position in group))
         self._handed_out = None
@@ -116,8 +138,22 @@ class Minibatch:
     def __repr__(self) -> str:
         return (
             f"Minibatch(epoch={self.epoch}, index={self.index}, rank={self.rank}, "
-            f"micro_batches={len(self)}, samples={self.num_samples_global})"
+            f"micro_batches={'drawn' if self._draw else len(self)}, samples={self.num_samples_global})"
         )
+
+
+class LocalCounter:
+    """Counts draws in one process; ranks of a job share a counter in the control block instead."""
+
+    def __init__(self) -> None:
+        self._serial, self._next = 0, 0
+
+    def __call__(self, serial: int) -> int:
+        """The next number of minibatch ``serial``, from 0."""
+        if serial != self._serial:
+            self._serial, self._next = serial, 0
+        self._next += 1
+        return self._next - 1
 
 
 class MinibatchLoader:
@@ -148,7 +184,7 @@ class MinibatchLoader:
         train_batch_size: samples in a minibatch, over all ranks.
         rank: this rank.
         world_size: number of ranks.
-        strategy: ``local_sort``, ``lb_micro`` or ``lb_mini`` (``odcengine.balance``).
+        strategy: ``local_sort``, ``lb_micro``, ``lb_mini`` or ``dynamic`` (``odcengine.balance``).
         max_tokens: limit of tokens in a micro-batch (of the sum of lengths); None for no limit.
         max_samples: limit of samples in a micro-batch; None for no limit.
         seed: of the order of samples.
@@ -164,6 +200,8 @@ class MinibatchLoader:
         pad_to_multiple_of: length of packed rows (see :func:`~odcengine.data.pack_samples`).
         run_empty: give a dummy for every empty micro-batch of a plan, so that all ranks run the same number
             of forwards; needed where communication is collective or in lock-step, waste elsewhere.
+        draw: for ``dynamic``: called with the serial number of a minibatch, gives the next number that no
+            rank has drawn from it yet, from 0. Needed with several ranks.
 
     Raises:
         ConfigError: an argument out of range, an empty data set, a sample over the limit.
@@ -190,6 +228,7 @@ class MinibatchLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pad_to_multiple_of: int = 1,
         run_empty: bool = True,
+        draw: Callable[[int], int] | None = None,
     ) -> None:
         _check_arguments(
             dataset,
@@ -218,6 +257,11 @@ class MinibatchLoader:
         self.drop_last = drop_last
         self.cost = cost
         self.collate_fn = collate_fn
+        if draw is None and strategy == "dynamic" and world_size > 1:
+            raise UsageError("balance.strategy dynamic: several ranks draw from one counter; give draw=...")
+        self._draw = draw or LocalCounter()
+        self._num_drawn_from = 0  # minibatches that were handed out; the same on all ranks
+        self.before_draw: Callable[[], None] = lambda: None
         self.pad_to_multiple_of = pad_to_multiple_of
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
         self.packs = collate_fn is None and _is_token_sample(dataset[0])
@@ -271,12 +315,19 @@ class MinibatchLoader:
             # Counted when it is handed out: state is saved after the step that uses it.
             self.index += 1
             self._current = self._unmeasured = self._take_planned(self.epoch, self.index - 1)
+            if self.strategy == "dynamic":
+                self._num_drawn_from += 1
+                self._current.draw_from(functools.partial(self._draw_next, self._num_drawn_from))
             self._plan_next()
             if self.on_load is not None:
                 self.on_load(self.asked_at, time.perf_counter(), None)
             yield self._current
         self.epoch += 1
         self.index = 0
+
+    def _draw_next(self, serial: int) -> int:
+        self.before_draw()
+        return self._draw(serial)
 
     def _take_planned(self, epoch: int, index: int) -> Minibatch:
         """The minibatch that was planned in the background, or one planned now."""
@@ -307,7 +358,8 @@ class MinibatchLoader:
         minibatch, self._unmeasured = self._unmeasured, None
         if not isinstance(self.cost, OnlineCost):
             return
-        if minibatch is not None and num_samples == minibatch.num_samples_global:
+        known = self.strategy != "dynamic"  # else the plan does not say who did what
+        if known and minibatch is not None and num_samples == minibatch.num_samples_global:
             self.cost.update(minibatch.plan, busy_s)
         line = self.cost.report() if self.rank == 0 else None
         if line is not None:

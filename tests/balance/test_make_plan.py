@@ -166,7 +166,7 @@ def test_costs_decide_not_tokens() -> None:
     assert quadratic.idle_share_of_bound == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "dynamic"])  # that evens out by drawing
 def test_equal_lengths_in_large_numbers(strategy: str) -> None:
     """Many equal samples: no quadratic memory, loads differ by one sample at most."""
     plan = make_plan([100] * 8001, num_ranks=2, strategy=strategy, max_tokens=100_000)

@@ -249,7 +249,7 @@ def test_lone_surrogates(tmp_path: Path) -> None:
         (OK + "odc: 5", "got 5; expected a mapping with the keys backend"),
         (OK + "odc: {device: cpu, transport: cuda_p2p}", "ranks on cpu cannot use odc.transport: cuda_p2p"),
         (OK + "odc: {unmapped: true}", "is a test switch of odc.transport: nvshmem"),
-        (OK + "balance: {strategy: dynamic}", "dynamic is planned, but is not in this version"),
+        (OK + "balance: {strategy: dynamic}\nodc: {lockstep: true}", "dynamic cannot run with odc.lockstep"),
         (OK + "balance: {max_tokens_per_micro_batch: -1}", "got -1; expected a whole number >= 1"),
         (OK + "data: {too_long: cut}", "expected one of error, truncate, skip"),
         (OK + "launch: {signals: [KILL]}", "'KILL' cannot be caught; expected names out of HUP"),

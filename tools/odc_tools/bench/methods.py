@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,9 +200,14 @@ class OnDemand(Method):
         self._metrics: StepMetrics | None = None
 
     def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
-        for micro_batch in micro_batches:
+        for micro_batch in self._drawn(micro_batches) if self.name.strategy == "dynamic" else micro_batches:
             self.engine.backward(self.engine(micro_batch))
         self._metrics = self.engine.step()
+
+    def _drawn(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Of all micro-batches those that this rank draws."""
+        while (number := self.engine.draw()) < len(micro_batches):
+            yield micro_batches[number]
 
     def outcome(self) -> Outcome:
         assert self._metrics is not None  # run() has been called

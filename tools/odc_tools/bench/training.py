@@ -214,7 +214,9 @@ class _Run:
         """This rank's micro-batches, on its device."""
         vocab_size = self._config.vocab_size
         tokens = draw_tokens(minibatch.seed, minibatch.index, minibatch.lengths, vocab_size)
-        groups = minibatch.plans[name.strategy].micro_batches[self._ranks.rank]
+        plan = minibatch.plans[name.strategy]
+        # Drawn ones may go to any rank.
+        groups = plan.bundles if name.strategy == "dynamic" else plan.micro_batches[self._ranks.rank]
         return [
             pack_samples([{"input_ids": tokens[i]} for i in group], sample_ids=group).to(self._ranks.device)
             for group in groups

@@ -1,0 +1,211 @@
+"""Ranks that draw work: bundles, the shared counter, exactly once, the same training as with plans."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import odcengine
+from odcengine.balance import CostModel
+from odcengine.balance.dynamic import deal_out
+from odcengine.balance.plan import make_plan
+from odcengine.data import MinibatchLoader
+
+LENGTHS = st.lists(st.integers(1, 100), max_size=60)
+
+
+# -- bundles -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(1, 9), st.integers(100, 300), st.one_of(st.none(), st.integers(1, 5)))
+def test_every_sample_is_in_one_bundle_within_the_limits(
+    lengths: list[int], ranks: int, max_tokens: int, max_samples: int | None
+) -> None:
+    plan = make_plan(
+        lengths, num_ranks=ranks, strategy="dynamic", max_tokens=max_tokens, max_samples=max_samples
+    )
+    assert sorted(sample for bundle in plan.bundles for sample in bundle) == list(range(len(lengths)))
+    for bundle in plan.bundles:
+        assert sum(lengths[sample] for sample in bundle) <= max_tokens
+        assert max_samples is None or len(bundle) <= max_samples
+    costs = [sum(CostModel.default()([lengths[s] for s in bundle])) for bundle in plan.bundles]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_bundles_are_small_at_the_end_and_not_too_many() -> None:
+    generator = random.Random(0)
+    lengths = [int(min(65535, generator.lognormvariate(9.4, 0.8))) + 1 for _ in range(32 * 16)]
+    plan = make_plan(lengths, num_ranks=32, strategy="dynamic", max_tokens=65536)
+    total = sum(plan.loads)
+    costs = [sum(CostModel.default()([lengths[s] for s in bundle])) for bundle in plan.bundles]
+    assert costs[-1] < total / 32 / 10
+    assert 32 * 4 <= len(costs) <= 32 * 40
+    assert plan.on_demand_cost <= plan.bound * 1.03
+
+
+def test_drawing_evens_out_what_no_plan_knew() -> None:
+    """Costs 15% off, and one rank 20% slower than known: at most 1.04 of the bound, on average."""
+    generator = random.Random(1)
+    ratios = []
+    for _ in range(20):
+        lengths = [int(min(65535, generator.lognormvariate(9.4, 0.8))) + 1 for _ in range(32 * 16)]
+        plan = make_plan(lengths, num_ranks=32, strategy="dynamic", max_tokens=65536)
+        cost_of = [sum(CostModel.default()([lengths[s] for s in bundle])) for bundle in plan.bundles]
+        real = [cost * generator.uniform(0.85, 1.15) for cost in cost_of]
+        speeds = [0.8] + [1.0] * 31
+        free_at = [0.0] * 32
+        for cost in real:  # in the order of drawing, by whoever is free
+            rank = free_at.index(min(free_at))
+            free_at[rank] += cost / speeds[rank]
+        ratios.append(max(free_at) / (sum(real) / sum(speeds)))
+    assert sum(ratios) / len(ratios) <= 1.04, ratios
+
+
+def test_slower_ranks_are_expected_to_draw_less() -> None:
+    drawn = deal_out([10] * 30, [1.0, 0.5])
+    assert sorted(drawn[0] + drawn[1]) == list(range(30))
+    assert len(drawn[0]) == 20
+
+
+# -- drawing -------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_draws_everything_once() -> None:
+    samples = [{"input_ids": list(range(1, n + 1))} for n in (3, 9, 4, 7, 2)]
+    loader = MinibatchLoader(
+        samples, train_batch_size=5, rank=0, world_size=1, strategy="dynamic", max_tokens=10
+    )
+    for _ in range(2):
+        (minibatch,) = list(loader)
+        with pytest.raises(TypeError, match="dynamic"):
+            len(minibatch)
+        seen = [index for batch in minibatch for index in batch.sample_ids]
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+        assert list(minibatch) == []
+        assert "drawn" in repr(minibatch)
+
+
+def test_several_ranks_need_a_counter() -> None:
+    with pytest.raises(odcengine.errors.UsageError, match="draw from one counter"):
+        MinibatchLoader(
+            [{"input_ids": [1, 2]}],
+            train_batch_size=1,
+            rank=0,
+            world_size=2,
+            strategy="dynamic",
+            max_tokens=10,
+        )
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 8)
+        self.head = nn.Linear(8, 40)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        logits = self.head(self.embed(batch.input_ids)).double()
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+
+
+def _train(rank: int, world_size: int, strategy: str, odc: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    generator = random.Random(3)
+    samples = [
+        {"input_ids": [generator.randrange(40) for _ in range(generator.randrange(1, 30))]} for _ in range(90)
+    ]
+    chance = random.Random(rank)
+    engine, _, loader, _ = odcengine.initialize(
+        model=Tiny().double(),
+        training_data=samples,
+        loss_fn=lambda model, batch: model(batch),
+        config={
+            "train_batch_size": 20,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "balance": {"strategy": strategy, "max_tokens_per_micro_batch": 40},
+            "odc": {"timeout_s": 30, "startup_timeout_s": 60, **odc},
+            "monitor": {"progress": "off"},
+        },
+    )
+    assert loader is not None
+    seen: list[list[int]] = []
+    losses = []
+    with engine:
+        for _ in range(2):
+            for minibatch in loader:
+                seen.append([])
+                for batch in minibatch:
+                    if strategy == "dynamic":
+                        time.sleep(chance.random() * (0.02 if rank == 0 else 0.002))
+                    seen[-1] += batch.sample_ids
+                    engine.backward(engine(batch))
+                losses.append(engine.step().loss)
+        weights = torch.cat([p.to_local().flatten() for p in engine.parameters()])  # type: ignore[attr-defined]
+    return {"seen": seen, "losses": losses, "weights": weights.detach()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "odc"),
+    [(3, {}), (4, {"sharding": "hybrid", "node_size": 2})],
+    ids=["one_node", "two_nodes"],
+)
+def test_trains_as_with_a_plan_and_every_sample_once(world_size: int, odc: dict[str, Any]) -> None:
+    drawn = values(run_ranks(_train, world_size, "dynamic", odc, timeout_s=90))
+    planned = values(run_ranks(_train, world_size, "lb_mini", odc, timeout_s=90))
+    for step in range(len(drawn[0]["seen"])):
+        everybody = sorted(index for result in drawn for index in result["seen"][step])
+        assert everybody == sorted(index for result in planned for index in result["seen"][step])
+        assert len(set(everybody)) == len(everybody)
+    for a, b in zip(drawn, planned, strict=True):
+        assert a["losses"] == pytest.approx(b["losses"], rel=1e-12)
+        assert torch.allclose(a["weights"], b["weights"], rtol=0, atol=1e-12)
+    work = [sum(map(len, result["seen"])) for result in drawn]
+    assert work[0] < min(work[1:]), work  # the slow one has drawn least
+
+
+def _count(rank: int, world_size: int) -> list[int]:
+    torch.manual_seed(0)
+    engine, _, _, _ = odcengine.initialize(
+        model=Tiny(),
+        config={
+            "train_batch_size": "auto",
+            "optimizer": {"type": "SGD"},
+            "odc": {"timeout_s": 30, "startup_timeout_s": 60},
+            "monitor": {"progress": "off"},
+        },
+    )
+    control, numbers = engine._control, list[int]()
+
+    def draw() -> None:
+        for _ in range(200):
+            numbers.append(control.draw(1))
+
+    threads = [threading.Thread(target=draw) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.step()
+    assert control.draw(2) < world_size
+    with pytest.raises(odcengine.errors.UsageError, match="minibatch 1 of the loader is over"):
+        control.draw(1)
+    engine.close()
+    return numbers
+
+
+def test_counter_gives_each_number_once() -> None:
+    """Three processes with two threads each, as fast as they can."""
+    numbers = sorted(number for of_rank in values(run_ranks(_count, 3, timeout_s=60)) for number in of_rank)
+    assert numbers == list(range(3 * 2 * 200))
