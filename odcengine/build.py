@@ -224,7 +224,8 @@ def _build_loader(
 
 
 def _costs(model: nn.Module, config: Config, job: Job) -> CostModel | OnlineCost:
-    recompute = bool(getattr(model, "is_gradient_checkpointing", False))
+    # transformers notes it on every layer.
+    recompute = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     shape = CostModel.for_model(model, recompute=recompute)
     if not config.balance.learn_costs:
         return shape
