@@ -281,3 +281,39 @@ def test_plan_inside_an_allocation_starts_nothing(cluster: Cluster, tmp_path: Pa
     assert plan["command"][:3] == ["srun", "--nodes=2", "--ntasks=4"]
     assert sys.executable in plan["command"]
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.timeout(180)
+def test_example_batch_script_trains(cluster: Cluster, tmp_path: Path) -> None:
+    """As it is shipped, but for the sizes of nodes, and with the launcher of these sources."""
+    from odcengine.data import TokenDataset
+
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "demo_out").mkdir()
+    samples = ({"input_ids": [first, *range(8)]} for first in range(64))
+    TokenDataset.write(tmp_path / "demo_out" / "tokens", samples)
+    script = (ROOT / "examples/slurm/train.sbatch").read_text()
+    for shipped, small in (
+        ("--ntasks-per-node=8", "--ntasks-per-node=1"),
+        ("--cpus-per-task=12", "--cpus-per-task=1"),
+        ("#SBATCH --gpus-per-node=8\n", ""),
+    ):
+        assert script.count(shipped) == 1
+        script = script.replace(shipped, small)
+    (tmp_path / "train.sbatch").write_text(script)
+    program = tmp_path / "bin" / "odc-launch"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m odc_launcher "$@"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{cluster.env['PATH']}"
+    words = ["sbatch", "--parsable", "train.sbatch", "--steps", "1"]
+    code, out, err = cluster.run(tmp_path, *words, env={"PATH": path})
+    assert code == 0, err
+    state = cluster.wait_for(out.strip(), ["COMPLETED", "FAILED", "CANCELLED"], 120)
+    output = (tmp_path / f"sft-{out.strip()}.out").read_text()
+    assert "JobState=COMPLETED" in state, output
+    assert "2 ranks on 2 nodes of SLURM's job" in output
+    logs = list(tmp_path.glob("odc_logs/slurm-*/rank*.log"))
+    assert len(logs) == 2
+    assert "step 1" in output, output
