@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from odcengine.simulate.dynamic import make_bundles, simulate_dynamic
 from odcengine.simulate.measured import MeasuredRun, RunFit
 from odcengine.simulate.minibatch import Communication, Machine, Outcome, simulate
 
@@ -12,7 +11,5 @@ __all__ = [
     "MeasuredRun",
     "Outcome",
     "RunFit",
-    "make_bundles",
     "simulate",
-    "simulate_dynamic",
 ]

@@ -5,13 +5,16 @@ What is modelled: a micro-batch takes a rank ::
     max((per_micro_batch + sum over its sequences of linear * l + quadratic * l**2) / speed, traffic_s)
 
 seconds, times its noise. With collectives the ranks meet in every micro-batch, so each step takes what its
-slowest rank takes; on demand they meet once, at the end. A boundary follows (agreeing, the optimizer,
-publishing). What is not: contention (ranks that want the same owner's shard at once; a shared network),
-prefetching, which lets ranks of a collective run ahead by a layer or so, and memory.
+slowest rank takes; on demand they meet once, at the end; where work is drawn, too, but each micro-batch goes
+to the rank that is free first. A boundary follows (agreeing, the optimizer, publishing).
+
+What is not: contention (ranks that want the same owner's shard at once; a shared network), prefetching, which
+lets ranks of a collective run ahead by a layer or so, the time of drawing, and memory.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ import numpy.typing as npt
 from odcengine.balance import CostModel, Plan
 
 Array = npt.NDArray[np.float64]
-Communication = Literal["collective", "on_demand"]
+Communication = Literal["collective", "on_demand", "drawn"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ def simulate(plan: Plan, machine: Machine, *, communication: Communication, seed
         plan: whose micro-batches run, in their order.
         machine: how long they take.
         communication: ``collective``: all ranks meet in every micro-batch, and run empty ones as well;
-            ``on_demand``: they meet at the end, and leave empty ones out.
+            ``on_demand``: they meet at the end, and leave empty ones out; ``drawn``: the same, but whoever is
+            free takes the next micro-batch of the whole plan, the costliest first (``dynamic``).
         seed: of noise and jitter.
 
     Returns:
@@ -145,6 +149,8 @@ def simulate(plan: Plan, machine: Machine, *, communication: Communication, seed
     Raises:
         ValueError: a plan of unequal counts with collectives, whose ranks would never meet.
     """
+    if communication == "drawn":
+        return _draw(plan, machine, np.random.Generator(np.random.PCG64(seed)))
     collective = communication == "collective"
     if collective and not plan.equal_counts:
         raise ValueError(
@@ -158,7 +164,7 @@ def simulate(plan: Plan, machine: Machine, *, communication: Communication, seed
     work_s = _work_of([group for rank in groups for group in rank], plan, machine.cost)
     speeds = np.broadcast_to(machine.speeds_of(plan.num_ranks)[:, None], present.shape)[present]
     busy: Array = np.zeros((present.shape[0], present.shape[1]))
-    busy[present] = machine.seconds(work_s, speeds) * lognormal(dice, machine.noise, len(work_s))
+    busy[present] = machine.seconds(work_s, speeds) * _lognormal(dice, machine.noise, len(work_s))
     if not collective:
         ends = np.cumsum(busy, axis=1)
         return Outcome(ends - busy, ends, busy, counts, float(ends.max(initial=0.0)), machine.boundary_s)
@@ -168,11 +174,44 @@ def simulate(plan: Plan, machine: Machine, *, communication: Communication, seed
         steps = np.zeros(busy.shape[1])
         for step in range(busy.shape[1]):
             between = busy[:, step, None] / machine.meetings
-            between = between * lognormal(dice, machine.jitter, plan.num_ranks, machine.meetings)
+            between = between * _lognormal(dice, machine.jitter, plan.num_ranks, machine.meetings)
             busy[:, step] = between.sum(axis=1)
             steps[step] = between.max(axis=0).sum()
     starts = np.broadcast_to(np.cumsum(steps) - steps, busy.shape)
     return Outcome(starts, starts + busy, busy, counts, float(steps.sum()), machine.boundary_s)
+
+
+def _draw(plan: Plan, machine: Machine, dice: np.random.Generator) -> Outcome:
+    """Micro-batches go to whoever is free first; drawing takes no time."""
+    known = [
+        (-cost, group)
+        for costs, groups in zip(plan.costs, plan.micro_batches, strict=True)
+        for cost, group in zip(costs, groups, strict=True)
+        if group
+    ]
+    groups = [group for _, group in sorted(known)]
+    work_s = _work_of(groups, plan, machine.cost)
+    noise = _lognormal(dice, machine.noise, len(groups))
+    speeds = machine.speeds_of(plan.num_ranks).tolist()
+    seconds = {
+        speed: (machine.seconds(work_s, np.full(len(groups), speed)) * noise).tolist()
+        for speed in set(speeds)
+    }
+    # On ties the fastest rank draws first, so that the numbering of ranks does not matter.
+    free = [(0.0, -speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(free)
+    drawn: list[list[float]] = [[] for _ in speeds]
+    for number in range(len(groups)):
+        time_s, negative, rank = free[0]
+        duration = seconds[-negative][number]
+        drawn[rank].append(duration)
+        heapq.heapreplace(free, (time_s + duration, negative, rank))
+    counts = np.array([len(durations) for durations in drawn], dtype=np.int64)
+    busy: Array = np.zeros((plan.num_ranks, int(counts.max(initial=0))))
+    for rank, durations in enumerate(drawn):
+        busy[rank, : len(durations)] = durations
+    ends = np.cumsum(busy, axis=1)
+    return Outcome(ends - busy, ends, busy, counts, float(ends.max(initial=0.0)), machine.boundary_s)
 
 
 def _work_of(groups: Sequence[tuple[int, ...]], plan: Plan, cost: CostModel) -> Array:
@@ -183,7 +222,7 @@ def _work_of(groups: Sequence[tuple[int, ...]], plan: Plan, cost: CostModel) -> 
     return np.bincount(owner, weights=costs[samples], minlength=len(groups)).astype(np.float64)
 
 
-def lognormal(dice: np.random.Generator, spread: float, *shape: int) -> Array:
+def _lognormal(dice: np.random.Generator, spread: float, *shape: int) -> Array:
     """Factors of mean 1 and relative standard deviation ``spread``; ones where that is 0."""
     if not spread:
         return np.ones(shape)

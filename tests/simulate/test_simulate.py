@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odcengine.balance import EQUAL_COUNT_STRATEGIES, STRATEGIES, CostModel, Plan, make_plan
-from odcengine.simulate import Machine, Outcome, make_bundles, simulate, simulate_dynamic
+from odcengine.simulate import Machine, Outcome, simulate
 
 MAX_TOKENS = 1000
 LENGTHS = st.lists(st.integers(1, MAX_TOKENS), max_size=40)
@@ -77,7 +76,7 @@ def test_bounds_and_order(lengths: list[int], machine: Machine, strategy: str, n
         collective = simulate(plan, machine, communication="collective")
         check_events(collective)
         assert collective.met_s >= on_demand.met_s * (1 - 1e-9)
-    drawn = simulate_dynamic(lengths, machine, num_ranks=num_ranks, max_tokens=MAX_TOKENS)
+    drawn = simulate(plan, machine, communication="drawn")
     check_events(drawn)
     assert drawn.met_s >= plan.bound * (1 - 1e-9)
 
@@ -100,8 +99,8 @@ def test_the_numbering_of_ranks_does_not_matter(
         second = simulate(moved, other, communication=communication)
         assert second.step_s == pytest.approx(first.step_s)
         np.testing.assert_allclose(second.idle_shares, first.idle_shares[order], atol=1e-12)
-    first = simulate_dynamic(lengths, machine, num_ranks=5, max_tokens=MAX_TOKENS)
-    second = simulate_dynamic(lengths, other, num_ranks=5, max_tokens=MAX_TOKENS)
+    first = simulate(plan, machine, communication="drawn")
+    second = simulate(moved, other, communication="drawn")
     assert second.step_s == pytest.approx(first.step_s)
     np.testing.assert_allclose(np.sort(second.idle_shares), np.sort(first.idle_shares), atol=1e-12)
 
@@ -111,15 +110,13 @@ def test_the_numbering_of_ranks_does_not_matter(
 def test_equal_lengths_leave_no_idle_time(length: int, num_ranks: int, share: int) -> None:
     machine = Machine(COST, boundary_s=0.1)
     lengths = [length] * (num_ranks * share)
-    for strategy in STRATEGIES:
+    for strategy in (*EQUAL_COUNT_STRATEGIES, "lb_mini"):
         plan = plan_for(lengths, machine, strategy, num_ranks)
-        for communication in ("collective", "on_demand"):
+        for communication in ("collective", "on_demand", "drawn"):
             if communication == "collective" and strategy not in EQUAL_COUNT_STRATEGIES:
                 continue
             outcome = simulate(plan, machine, communication=communication)
             assert outcome.idle_share == pytest.approx(0.0, abs=1e-9)
-    drawn = simulate_dynamic(lengths, machine, num_ranks=num_ranks, max_tokens=MAX_TOKENS)
-    assert drawn.idle_share == pytest.approx(0.0, abs=1e-9)
 
 
 @given(LENGTHS, st.sampled_from(STRATEGIES), st.integers(1, 6))
@@ -194,27 +191,16 @@ def test_a_machine_that_cannot_be(wrong: dict[str, object]) -> None:
         Machine(COST, **wrong)  # type: ignore[arg-type]
 
 
-@given(LENGTHS, st.floats(0, 0.3), st.sampled_from([None, 1, 3]))
-@settings(max_examples=100, deadline=None)
-def test_bundles(lengths: list[int], least: float, max_samples: int | None) -> None:
-    bundles = make_bundles(lengths, COST, least=least, max_tokens=MAX_TOKENS, max_samples=max_samples)
-    assert sorted(sample for bundle in bundles for sample in bundle) == list(range(len(lengths)))
-    costs = COST(lengths)
-    loads = [float(costs[list(bundle)].sum()) for bundle in bundles]
-    assert all(first >= second - 1e-12 for first, second in itertools.pairwise(loads))
-    for bundle in bundles:
-        assert sum(lengths[sample] for sample in bundle) <= MAX_TOKENS
-        assert max_samples is None or len(bundle) <= max_samples
-        if len(bundle) > 1:  # it was not enough without the last one
-            assert costs[list(bundle)].sum() - costs[list(bundle)].min() < least + 1e-12
-
-
-def test_bundles_hide_traffic() -> None:
-    lengths = [10] * 64
-    bare = Machine(COST, traffic_s=0.01)
-    outcome = simulate_dynamic(lengths, bare, num_ranks=2, max_tokens=MAX_TOKENS)
-    assert outcome.counts.sum() < 10
-    assert outcome.met_s < 1.4 * float(COST(lengths).sum()) / 2
+def test_drawing_by_hand() -> None:
+    machine = Machine(CostModel(linear=1.0, quadratic=0.0, per_micro_batch=0.5), speeds=(1.0, 2.0))
+    plan = hand_made([[1, 1], [5]], [[3], [2]])
+    plan = dataclasses.replace(plan, costs=((2.5, 5.5), (3.5, 2.5)))
+    drawn = simulate(plan, machine, communication="drawn")
+    # 5.5 goes to the fast rank, 3.5 to the other; the fast one is free at 2.75 and takes one of 2.5.
+    np.testing.assert_allclose(drawn.starts, [[0, 3.5], [0, 2.75]])
+    np.testing.assert_allclose(drawn.busy, [[3.5, 2.5], [2.75, 1.25]])
+    assert drawn.counts.tolist() == [2, 2]
+    assert drawn.met_s == 6.0
 
 
 def test_drawing_heals_a_slow_rank_that_no_plan_knows() -> None:
@@ -223,7 +209,8 @@ def test_drawing_heals_a_slow_rank_that_no_plan_knows() -> None:
     machine = Machine(COST, speeds=(0.5,))
     plan = make_plan(lengths, num_ranks=8, strategy="lb_mini", max_tokens=MAX_TOKENS, cost=COST)
     planned = simulate(plan, machine, communication="on_demand")
-    drawn = simulate_dynamic(lengths, machine, num_ranks=8, max_tokens=MAX_TOKENS)
+    plan = make_plan(lengths, num_ranks=8, strategy="dynamic", max_tokens=MAX_TOKENS, cost=COST)
+    drawn = simulate(plan, machine, communication="drawn")
     assert planned.idle_share > 0.3
     assert drawn.met_s < 0.65 * planned.met_s
 
@@ -236,7 +223,7 @@ def test_a_thousand_ranks_take_no_time() -> None:
     begun = time.process_time()
     simulate(plan, machine, communication="collective")
     simulate(plan, machine, communication="on_demand")
-    simulate_dynamic(lengths, machine, num_ranks=1024, max_tokens=8192)
+    simulate(plan, machine, communication="drawn")
     assert time.process_time() - begun < 1.0
 
 
@@ -244,4 +231,4 @@ def test_an_empty_minibatch() -> None:
     plan = make_plan([], num_ranks=3, strategy="lb_mini", max_tokens=None, cost=COST)
     machine = Machine(COST, boundary_s=0.5, noise=0.1)
     assert simulate(plan, machine, communication="on_demand").step_s == 0.5
-    assert simulate_dynamic([], machine, num_ranks=3, max_tokens=None).idle_share == 0.0
+    assert simulate(plan, machine, communication="drawn").idle_share == 0.0

@@ -16,7 +16,7 @@ from odc_tools.advise_predict import DYNAMIC, LB_MICRO, LB_MINI, LOCAL_SORT, Lim
 from odc_tools.bench.workloads import SHAPES
 from odc_tools.cli import main
 
-from odcengine.balance import CostModel, make_plan
+from odcengine.balance import STRATEGIES, CostModel, make_plan
 from odcengine.data import TokenDataset
 from odcengine.simulate import Machine, simulate
 
@@ -131,7 +131,7 @@ def test_drawing_helps_where_times_cannot_be_predicted() -> None:
     machine, limits = Machine(COST, noise=0.3), Limits(65536, None)
     size = predict(source_of(long_tailed()), machine, gpus=64, count=512, minibatches=4, limits=limits)
     assert size.of[DYNAMIC].step_s < 0.95 * size.of[LB_MINI].step_s
-    assert any("not available yet" in sentence for sentence in advise(size, [size], machine, limits))
+    assert any(sentence.startswith("dynamic gains") for sentence in advise(size, [size], machine, limits))
 
 
 # ---- inputs --------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_report_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*words, *QUICK, "--json", str(out), "--png", str(picture)]) == 0
     text = capsys.readouterr().out
     assert f"Sequences: 500 of {tmp_path}/lengths.txt" in text
-    for expected in ("on demand lb_mini", "on demand dynamic *", "* dynamic is not available yet"):
+    for expected in ("collective lb_micro", "on demand lb_mini", "on demand dynamic", "bound: "):
         assert expected in text
     assert "Not modelled:" in text
     assert "16 GPUs, minibatches of 64 sequences (4 a GPU" in text
@@ -203,7 +203,7 @@ def test_report_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert document["machine"]["slow"] == 0.9
     last = document["results"][-1]
     assert [size["sequences"] for size in last["sizes"]] == [16, 32, 64, 128, 256]  # 512 there are not
-    assert [method["available"] for method in last["asked"]["methods"]] == [True, True, True, False]
+    assert [method["strategy"] for method in last["asked"]["methods"]] == list(STRATEGIES)
     for method in last["asked"]["methods"]:
         assert method["step_s"] >= last["asked"]["bound"]["step_s"] * 0.9  # noise may make them faster
     assert last["advice"]

@@ -166,8 +166,7 @@ def run(options: argparse.Namespace) -> int:
             }
         )
         asked_sizes.append(asked)
-    print("\n* dynamic is not available yet: ranks draw bundles of sequences, the longest first, as they go.")
-    print("Idle: the ranks' time waiting until they meet, as a share. Not modelled:")
+    print("\nIdle: the ranks' time waiting until they meet, as a share. Not modelled:")
     print("\n".join(f"- {text}" for text in advise_report.NOT_MODELLED))
     print("".join(f"Note: {note}\n" for note in notes), end="")
 

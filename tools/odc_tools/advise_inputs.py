@@ -325,6 +325,8 @@ def read_speed(options: argparse.Namespace, model: Model, sequences: Sequences) 
                 f"the run's sequences have {run.mean_length:.0f} tokens on average, those given "
                 f"{sequences.pool.mean():.0f}: give its data for a good fit",
             )
+    if not options.noise:
+        notes += ("micro-batches take as long as planned; --noise shows what dynamic evens out",)
     if options.boundary_s is not None:
         boundary_s = options.boundary_s
     machine = Machine(

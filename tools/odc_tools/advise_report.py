@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from odc_tools.advise_predict import LB_MICRO, LB_MINI, METHODS, Method, Prediction, Size
+from odc_tools.advise_predict import LB_MICRO, LB_MINI, METHODS, Prediction, Size
 from odc_tools.bench.figures import table
 from odcengine.errors import ConfigError
 
@@ -33,7 +33,7 @@ def format_size(size: Size) -> str:
     gpus = "1 GPU" if size.gpus == 1 else f"{size.gpus} GPUs"
     rows = [["", "step s", "tokens/s", "idle", "speed-up"]]
     rows += [
-        [_name(method), *_cells(prediction), f"{size.speed_up(method):.2f}x"]
+        [str(method), *_cells(prediction), f"{size.speed_up(method):.2f}x"]
         for method, prediction in size.of.items()
     ]
     bound = "longest sequence" if size.longest_sets > 0.5 else "mean load"
@@ -69,10 +69,6 @@ def _cells(prediction: Prediction) -> list[str]:
         _short(prediction.tokens_per_s),
         f"{prediction.idle_share:.1%}",
     ]
-
-
-def _name(method: Method) -> str:
-    return f"{method}{'' if method.available else ' *'}"
 
 
 def _short(number: float) -> str:
@@ -170,7 +166,7 @@ def _draw_lines(panel: Axes, sizes: Sequence[Size], by: str) -> None:
     places = [size.gpus if by == "GPUs" else size.per_gpu for size in sizes]
     for method in METHODS:
         shares = [size.of[method].idle_share * 100 for size in sizes]
-        panel.plot(places, shares, "o-", color=_COLOURS[method], label=_label(method), markersize=4)
+        panel.plot(places, shares, "o-", color=_COLOURS[method], label=str(method), markersize=4)
     least = [size.bound.idle_share * 100 for size in sizes]
     panel.plot(places, least, "k--", linewidth=0.9, label="with any plan")
     panel.set_xscale("log", base=2)
@@ -185,12 +181,8 @@ def _draw_speed_ups(panel: Axes, asked: Sequence[Size]) -> None:
     for number, method in enumerate(METHODS):
         places = np.arange(len(asked)) + (number - 1.5) * width
         speed_ups = [size.speed_up(method) for size in asked]
-        bars: Any = panel.bar(places, speed_ups, width, color=_COLOURS[method], label=_label(method))
+        bars: Any = panel.bar(places, speed_ups, width, color=_COLOURS[method], label=str(method))
         panel.bar_label(bars, fmt="%.2f", fontsize=7)
     panel.axhline(1.0, color="#555555", linewidth=0.8)
     panel.set_xticks(range(len(asked)), [str(size.gpus) for size in asked])
     panel.set(title="speed-up over collective lb_micro", xlabel="GPUs")
-
-
-def _label(method: Method) -> str:
-    return f"{method}{'' if method.available else ' (not available yet)'}"
