@@ -143,7 +143,7 @@ def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, ad
     if place is not None:
         for number in (signal.SIGUSR1, signal.SIGUSR2):  # until the ranks run, they would kill the launcher
             signal.signal(number, signal.SIG_IGN)
-        if first:
+        if first and place.reported_above:
             step.announce(plan.log_dir, os.environ)
     code = local.run(plan)
     if place is not None and first and not place.reported_above:
@@ -170,7 +170,7 @@ def _start_elsewhere(request: Request, wish: Wish, options: argparse.Namespace, 
         if program is None:
             raise ConfigError("--launcher mpi: neither mpirun nor mpiexec is installed here")
         flavor = mpi.flavor_of(step.version_of(program))
-        plan = job.plan_mpi(request, wish, os.environ, machine, flavor, program)
+        plan = job.plan_mpi(request, wish, os.environ, machine, flavor, program, _address)
     for warning in plan.warnings:
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if options.plan is not None:

@@ -342,17 +342,27 @@ def plan_mpi(
     machine: Machine,
     flavor: mpi.Flavor,
     program: str = "mpirun",
+    address_of: Callable[[str], str] = str,
 ) -> JobPlan:
-    """The ``mpirun`` that starts the ranks.
+    """The ``mpirun`` that starts the ranks: on the hosts of a file, on a SLURM job's nodes, or here.
+
+    Args:
+        request: what they run.
+        wish: how.
+        environ: the environment.
+        machine: this host, with the port.
+        flavor: the implementation.
+        program: ``mpirun`` or ``mpiexec``.
+        address_of: the address by which nodes reach a host.
 
     Raises:
         ConfigError: with what is wrong.
     """
     _refuse(common_problems(request))
-    nodes, nproc = wish.nodes or 1, _asked_nproc(request)[0] or 1
     hosts = tuple(_mpi_hosts(wish, environ))
+    nodes, nproc = wish.nodes or len(hosts) or 1, _mpi_nproc(request, wish, environ)
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 and not hosts else None)
-    address = address or (hosts[0] if hosts else None)
+    address = address or (address_of(hosts[0]) if hosts else None)
     if address is None:
         raise ConfigError(
             f"--launcher mpi on {nodes} nodes: which host has rank 0 is not known; give --hostfile, or set "
@@ -441,6 +451,20 @@ def _env(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
 def _unset(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Ranks of another launch, and a configuration that was not checked, are not passed on."""
     return tuple(name for name in (*_TORCH_NAMES, "ODC_CONFIG", "ODC_ERROR_FILE") if name in environ)
+
+
+def _mpi_nproc(request: Request, wish: Wish, environ: Mapping[str, str]) -> int:
+    """Ranks on each node: as the user says, else as a SLURM job asked for, else one."""
+    nproc, nproc_from = _asked_nproc(request)
+    if nproc is not None or not environ.get("SLURM_JOB_ID") or wish.hostfile is not None:
+        return nproc or 1
+    shape = slurm.allocation_shape(environ, nproc, nproc_from)
+    if shape.tasks is None or len(set(shape.tasks)) != 1:
+        raise ConfigError(
+            f"--launcher mpi: the job's tasks ({shape.source}) are not the same number on all nodes; give "
+            "--nproc-per-node"
+        )
+    return shape.tasks[0] * shape.nproc
 
 
 def _mpi_hosts(wish: Wish, environ: Mapping[str, str]) -> list[str]:

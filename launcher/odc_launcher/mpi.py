@@ -19,25 +19,24 @@ class Flavor:
 
     Attributes:
         name: the implementation.
-        sign: a part of what ``mpirun --version`` prints.
+        signs: parts of what ``mpirun --version`` prints, any of them.
         export_all: options that carry the whole environment; empty: every name is listed.
         per_node: its option for ranks on a node.
         hostfile: its option for a file of hosts.
     """
 
     name: str
-    sign: str
+    signs: tuple[str, ...]
     export_all: tuple[str, ...]
     per_node: tuple[str, ...]
     hostfile: str
 
 
 FLAVORS = (
-    Flavor("Open MPI", "Open MPI", (), ("--map-by", "ppr:{}:node"), "--hostfile"),
-    Flavor("Open MPI", "PRRTE", (), ("--map-by", "ppr:{}:node"), "--hostfile"),
-    Flavor("Intel MPI", "Intel(R) MPI", ("-genvall",), ("-ppn", "{}"), "-f"),
-    Flavor("MPICH (Hydra)", "HYDRA", ("-genvall",), ("-ppn", "{}"), "-f"),
-    Flavor("Cray PALS", "PALS", ("--envall",), ("--ppn", "{}"), "--hostfile"),
+    Flavor("Open MPI", ("Open MPI", "OpenRTE", "PRRTE"), (), ("--map-by", "ppr:{}:node"), "--hostfile"),
+    Flavor("Intel MPI", ("Intel(R) MPI",), ("-genvall",), ("-ppn", "{}"), "-f"),
+    Flavor("MPICH (Hydra)", ("HYDRA",), ("-genvall",), ("-ppn", "{}"), "-f"),
+    Flavor("Cray PALS", ("PALS", "mpiexec version"), ("--envall",), ("--ppn", "{}"), "--hostfile"),
 )
 
 
@@ -48,7 +47,7 @@ def flavor_of(version: str) -> Flavor:
         ConfigError: it is none that is known.
     """
     for flavor in FLAVORS:
-        if flavor.sign.lower() in version.lower():
+        if any(sign.lower() in version.lower() for sign in flavor.signs):
             return flavor
     known = ", ".join(sorted({flavor.name for flavor in FLAVORS}))
     raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -269,6 +270,22 @@ def test_two_nodes_of_two_ranks_train_exactly_with_two_level_windows(
     ranks = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(4)]
     errors = compare(CASE, ranks, reference(CASE, 4, steps=STEPS))
     assert max(errors.values()) < 1e-10, errors
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
+def test_mpirun_inside_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
+    """mpirun's daemons are a step of SLURM with one task a node, which contradicts nothing."""
+    script = write(tmp_path, DUMP)
+    launch = cluster.launch("--launcher", "mpi", "--log-dir", "logs", script)
+    words = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *launch]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    code, _, err = cluster.run(tmp_path, *words, env=root | VALUES)
+    assert code == 0, err
+    found = environments(tmp_path / "logs", 4)
+    assert [env["RANK"] for env in found] == list("0123")
+    assert [env["SLURMD_NODENAME"] for env in found] == ["n1", "n1", "n2", "n2"]
+    assert {env["NCCL_C"] for env in found} == {VALUES["NCCL_C"]}
+    assert {env["MASTER_ADDR"] for env in found} == {"127.0.0.1"}
 
 
 def test_plan_inside_an_allocation_starts_nothing(cluster: Cluster, tmp_path: Path) -> None:

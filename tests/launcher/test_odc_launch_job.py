@@ -136,7 +136,7 @@ def test_submission() -> None:
         ("mpirun_open_mpi_one.txt", "mpirun (Open MPI) 4.1.4\n", 1),
         ("mpirun_intel.txt", "Intel(R) MPI Library for Linux* OS, Version 2021.13", 2),
         ("mpirun_hydra.txt", "HYDRA build details:\n    Version: 4.2.2", 2),
-        ("mpirun_pals.txt", "PALS 1.3.4", 2),
+        ("mpirun_pals.txt", "mpiexec version 1.8.0 revision 1", 2),
     ],
 )
 def test_mpirun(name: str, version: str, nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,6 +388,15 @@ def test_mpi_over_several_hosts_needs_the_address_of_rank_0() -> None:
     assert not place.signals_reach_ranks
     with pytest.raises(ConfigError, match="which host has rank 0 is not known"):
         plan_mpi(REQUEST, Wish(nodes=2), {}, MACHINE, OPEN_MPI)
+
+
+def test_mpi_inside_an_allocation_takes_its_nodes_and_tasks() -> None:
+    plan = plan_mpi(REQUEST, Wish(), TASKS, MACHINE, OPEN_MPI)
+    assert plan.argv[:5] == ("mpirun", "-np", "8", "--map-by", "ppr:4:node")
+    assert (plan.rendezvous, plan.hosts) == ("gpu01:20123", ("gpu01", "gpu02"))
+    uneven = {**ALLOCATION, "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
+    with pytest.raises(ConfigError, match="not the same number on all nodes; give --nproc-per-node"):
+        plan_mpi(REQUEST, Wish(), uneven, MACHINE, OPEN_MPI)
 
 
 def test_unknown_mpi_is_quoted() -> None:
