@@ -76,15 +76,16 @@ def test_all_features_with_inductor() -> None:
     names = tuple(name for name in BY_NAME if name != "one_group")  # it has no blocks
     ranks = values(run_ranks(_train_cases, 2, names, "inductor", timeout_s=1100))
     for name in names:
-        _check_case(name, ranks)
+        # What inductor fuses stays in float32, where the reference rounds to bf16 after each operation.
+        _check_case(name, ranks, rounding=5e-2 if name == "bf16" else 0.0)
 
 
-def _check_case(name: str, ranks: list[dict[str, Any]]) -> None:
+def _check_case(name: str, ranks: list[dict[str, Any]], rounding: float = 0.0) -> None:
     case = BY_NAME[name]
     assert all(rank[name]["graphs"] > 0 for rank in ranks)
     errors = compare(case, [rank[name] for rank in ranks], reference(case, 2, steps=STEPS))
-    assert errors["gradient"] <= case.grad_tolerance
-    assert errors["weights"] <= case.weight_tolerance
+    assert errors["gradient"] <= max(case.grad_tolerance, rounding)
+    assert errors["weights"] <= max(case.weight_tolerance, rounding)
     assert errors["evaluation"] <= 1e-10
 
 
