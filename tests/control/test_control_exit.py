@@ -26,14 +26,14 @@ config = {
     "odc": {"transport": "shm", "timeout_s": 1.5, "wrap": ["Linear"]},
 }
 engine, *_ = odcengine.initialize(config=config, model=model)
-agree = OdcEngine._agree
+agree = OdcEngine._sum_over_ranks
 
 def stop(self, *args):
     if os.environ["RANK"] == "1" and self.global_steps == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     return agree(self, *args)
 
-OdcEngine._agree = stop
+OdcEngine._sum_over_ranks = stop
 for _ in range(5):
     engine.backward(engine(torch.ones(1, 4)).sum(), count=1)
     engine.step()
