@@ -484,7 +484,7 @@ def _lb_mini(weights: list[int], limits: _Limits, paces: list[int], find: FindEx
 def _dynamic(
     weights: list[int], limits: _Limits, speeds: Sequence[float], per_micro_batch: int
 ) -> list[list[Group]]:
-    bundles = make_bundles(weights, limits.lengths, limits, len(speeds), per_micro_batch)
+    bundles = make_bundles(weights, limits.lengths, limits, len(speeds), per_micro_batch, limits.max_tokens)
     drawn = deal_out([_weight(weights, bundle) for bundle in bundles], speeds)
     return [[bundles[number] for number in of_rank] for of_rank in drawn]
 
