@@ -138,6 +138,8 @@ def choose_mode(wish: Wish, environ: Mapping[str, str], *, has_srun: bool, has_s
                 "installed here (in a container?): start odc-launch by srun from outside of it"
             )
         return "local"
+    if in_job and wish.nodes is None:
+        _refuse_part_of_a_job(environ)
     if wish.launcher == "slurm" or (wish.nodes or 1) > 1:
         if in_job:
             raise ConfigError(
@@ -151,6 +153,22 @@ def choose_mode(wish: Wish, environ: Mapping[str, str], *, has_srun: bool, has_s
             )
         return "submit"
     return "local"
+
+
+def _refuse_part_of_a_job(environ: Mapping[str, str]) -> None:
+    """A step of one task in a larger job: what was meant is not known, and one node alone may be a mistake.
+
+    ``sbatch`` from a shell that ``srun --pty`` started hands the shell's step on to the batch script.
+    """
+    pairs = (("SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES"), ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"))
+    for whole, part in pairs:
+        job, step = environ.get(whole, "1"), environ.get(part, "1")
+        if job.isdecimal() and step.isdecimal() and int(job) > int(step):
+            raise ConfigError(
+                f"{whole}={job}, but {part}={step} describes a step of one task (this shell's, or left by "
+                "the shell that submitted the job): add --launcher slurm to start ranks on all of the job, or "
+                "--launcher local to start them on this node only"
+            )
 
 
 def outer_rank(environ: Mapping[str, str]) -> RankInfo:

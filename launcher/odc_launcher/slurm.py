@@ -112,6 +112,11 @@ def _asked_tasks(
         assert each is not None
         return each * num_nodes, (each,) * num_nodes, f"SLURM_NTASKS_PER_NODE={each}"
     source = f"SLURM_NTASKS={total}"
+    if total < num_nodes:
+        raise ConfigError(
+            f"{source} is less than the job's {num_nodes} nodes; if the shell that submitted the job left "
+            "it, unset SLURM_NTASKS before sbatch, or ask for tasks (--ntasks-per-node)"
+        )
     if counts is not None and len(counts) == num_nodes and sum(counts) == total:
         return total, counts, f"{source}, SLURM_TASKS_PER_NODE={per_node}"
     if each is not None and each * num_nodes == total:

@@ -262,6 +262,7 @@ def test_hostfile_gives_order_and_counts(tmp_path: Path) -> None:
             ["SLURM_JOB_NODELIST='gpu[01-' is not understood"],
         ),
         ({**ALLOCATION, "SLURM_NTASKS": "x"}, None, ["SLURM_NTASKS='x' is not understood"]),
+        ({**ALLOCATION, "SLURM_NTASKS": "1"}, None, ["SLURM_NTASKS=1 is less than the job's 2 nodes"]),
         ({**ALLOCATION, "SLURM_NTASKS": "0"}, None, ["SLURM_NTASKS='0' is no whole number"]),
         ({"SLURM_JOB_ID": "7"}, None, ["neither SLURM_JOB_NODELIST nor SLURM_NNODES"]),
     ],
@@ -320,7 +321,22 @@ def test_arguments_of_sbatch_that_are_refused(arg: str, part: str) -> None:
         (Wish(launcher="slurm"), TASK, "adopt"),
         (Wish(launcher="local"), TASK, "local"),
         (Wish(), {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "adopt"),
-        (Wish(), {**ALLOCATION, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}, "local"),  # srun --pty
+        (
+            Wish(),
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NUM_NODES": "1",
+                "SLURM_STEP_ID": "1",
+                "SLURM_STEP_NUM_TASKS": "1",
+            },
+            "local",  # srun --pty
+        ),
+        (Wish(nodes=1), {**ALLOCATION, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"}, "local"),
+        (
+            Wish(launcher="local"),
+            {**ALLOCATION, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"},
+            "local",
+        ),
         (
             Wish(launcher="slurm"),
             {**ALLOCATION, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1"},
@@ -340,6 +356,16 @@ def test_mode(wish: Wish, environ: dict[str, str], mode: str) -> None:
         (Wish(launcher="local", nodes=2), {}, "--nodes is 2"),
         (Wish(nodes=2), {}, "sbatch is not installed"),
         (Wish(), TASKS, "srun is not installed here"),
+        (  # as seen: sbatch from a shell of srun --pty
+            Wish(),
+            {**ALLOCATION, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"},
+            "SLURM_JOB_NUM_NODES=2, but SLURM_STEP_NUM_NODES=1",
+        ),
+        (
+            Wish(),
+            {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            "SLURM_NTASKS=8, but SLURM_STEP_NUM_TASKS=1",
+        ),
         (Wish(), {**TASK, "RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2"),
         (
             Wish(nodes=2),
