@@ -166,8 +166,8 @@ def _refuse_part_of_a_job(environ: Mapping[str, str]) -> None:
         if job.isdecimal() and step.isdecimal() and int(job) > int(step):
             raise ConfigError(
                 f"{whole}={job}, but {part}={step} describes a step of one task (this shell's, or left by "
-                "the shell that submitted the job): add --launcher slurm to start ranks on all of the job, or "
-                "--launcher local to start them on this node only"
+                "the shell that submitted the job): add --launcher slurm to start ranks on all of the job, "
+                "or --launcher local to start them on this node only"
             )
 
 
