@@ -7,6 +7,7 @@ the ranks end is at most the cost of a bundle that is drawn late, so the late on
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -83,10 +84,10 @@ def deal_out(costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
     Returns:
         For each rank the bundles that it draws.
     """
-    free_at = [0.0] * len(speeds)
+    free_at = [(0.0, rank) for rank in range(len(speeds))]  # a heap
     drawn: list[list[int]] = [[] for _ in speeds]
     for bundle, cost in enumerate(costs):
-        rank = min(range(len(speeds)), key=lambda r: (free_at[r], r))
-        free_at[rank] += cost / speeds[rank]
+        time, rank = free_at[0]
+        heapq.heapreplace(free_at, (time + cost / speeds[rank], rank))
         drawn[rank].append(bundle)
     return drawn
