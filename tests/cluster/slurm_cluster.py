@@ -121,11 +121,9 @@ SlurmUser=root
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-CryptoType=crypto/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SwitchType=switch/none
 ReturnToService=2
 KillWait=10
 SchedulerType=sched/backfill

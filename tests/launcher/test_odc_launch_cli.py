@@ -244,3 +244,66 @@ def test_log_folder_that_cannot_be_written(launcher: Launcher) -> None:
     assert "Not a directory" in err
     assert "--log-dir" in err
     assert not (launcher.folder / "started").exists()
+
+
+def test_plan_of_this_host_as_json(launcher: Launcher) -> None:
+    launcher.write("open('started', 'w')")
+    launcher.env |= {"CUDA_VISIBLE_DEVICES": "3", "HF_TOKEN": "geheim"}
+    code, out, err = finish(launcher.start("--nproc-per-node", "2", "--plan=json", "script.py"))
+    assert code == 0, err
+    plan = json.loads(out)
+    assert (plan["mode"], plan["world_size"]) == ("local", 2)
+    assert plan["hosts"] == [{"host": socket.gethostname(), "ranks": [0, 1]}]
+    assert plan["devices"] == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert plan["ranks"][1]["env"]["RANK"] == "1"
+    assert plan["ranks"][1]["env"]["HF_TOKEN"] == "***"
+    assert not (launcher.folder / "started").exists()
+    code, out, _ = finish(launcher.start("--nproc-per-node", "2", "--plan", "script.py"))
+    assert f"host {socket.gethostname()}: ranks 0, 1" in out
+    assert "geheim" not in out
+
+
+def test_submission_from_a_config(launcher: Launcher) -> None:
+    """With a program in sbatch's place that keeps what it is given."""
+    launcher.write("")
+    (launcher.folder / "c.yaml").write_text(
+        "train_batch_size: 8\n"
+        "launch:\n"
+        "  nodes: 2\n"
+        "  nproc_per_node: 4\n"
+        "  env: ['NVSHMEM_SYMMETRIC_SIZE=8G', 'B=two words']\n"
+        "  interface: ib0\n"
+        "  sbatch_args: [--time=60]\n"
+    )
+    programs = launcher.folder / "bin"
+    programs.mkdir()
+    sbatch = programs / "sbatch"
+    sbatch.write_text(
+        "#!/bin/sh\ncat > script.sh\n"
+        'printf "%s\\n" "$@" "$B" "$NCCL_SOCKET_IFNAME" > given\necho "42;cluster"\n'
+    )
+    sbatch.chmod(0o755)
+    launcher.env["PATH"] = f"{programs}{os.pathsep}{launcher.env['PATH']}"
+    options = ["--config", "c.yaml", "--sbatch-arg=--partition=gpu", "--srun-arg=--mpi=none"]
+    code, out, err = finish(launcher.start(*options, "script.py", "two words"))
+    assert (code, out) == (0, "42\n"), err
+    assert "job 42 submitted: a job of 2 nodes with 4 ranks each" in err
+    given = (launcher.folder / "given").read_text().splitlines()
+    assert given == ["--parsable", "--export=ALL", "two words", "ib0"]
+    script = (launcher.folder / "script.sh").read_text()
+    for line in ("--nodes=2", "--ntasks-per-node=4", "--time=60", "--partition=gpu"):
+        assert f"#SBATCH {line}\n" in script
+    assert "--launcher slurm --srun-arg=--mpi=none" in script
+    assert script.endswith("script.py 'two words'\n")
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2\nexit 3\n")
+    code, out, err = finish(launcher.start(*options, "script.py"))
+    assert (code, out) == (3, "")
+    assert "no such partition" in err
+
+
+def test_nodes_without_a_scheduler(launcher: Launcher) -> None:
+    launcher.write("")
+    launcher.env["PATH"] = "/nowhere"
+    assert "sbatch is not installed" in errors(launcher, "--nodes", "2", "script.py")[0]
+    assert "neither mpirun nor mpiexec" in errors(launcher, "--launcher", "mpi", "script.py")[0]
+    assert "--nodes is 2" in errors(launcher, "--launcher", "local", "--nodes", "2", "script.py")[0]
