@@ -120,6 +120,10 @@ def _join(info: RankInfo, config: Config) -> Job:
     start_group = _start_group(startup)
     exchange = _exchanger(start_group)
     _compare(exchange, "configuration", _digest(config.to_yaml()))
+    _compare(exchange, "launch plan (odc-launch --plan)", info.plan_hash or "none")
+    if info.rank == 0:
+        for warning in info.warnings:
+            logger.warning("%s", warning)
     found = build_topology(info, exchange, node_size=options.node_size)
     check_devices(exchange(identity_of(device)), [found.describe(rank) for rank in range(info.world_size)])
     topology = _choose_nodes(found, config, device)
@@ -192,7 +196,8 @@ def _init_process_group(info: RankInfo, device: Device, timeout: datetime.timede
             device.backend,
             rank=info.rank,
             world_size=info.world_size,
-            init_method="env://",
+            # torchrun's own variables mean more than an address (its agent may serve the store already).
+            init_method="env://" if info.source == "torchrun" else f"tcp://{info.rendezvous}",
             timeout=timeout,
             device_id=device_id,
         )
