@@ -288,12 +288,9 @@ def _make_transport(job: Job, config: Config, groups: Sequence[ParamGroup]) -> T
     if config.odc.transport == "nvshmem":
         from odcengine.transport.nvshmem import HEAP_SLACK, NvshmemTransport, Ring, start_nvshmem
 
-        ring, (rank, world_size) = (
-            Ring(unmapped=config.odc.unmapped),
-            (job.topology.rank, job.topology.world_size),
-        )
+        ring, topology = Ring(unmapped=config.odc.unmapped), job.topology
         needed = plan_windows(groups, grid.num_nodes).total_nbytes + ring.nbytes(grid.node_size) + HEAP_SLACK
-        library = start_nvshmem(rank, world_size, device, needed, job.start_group)
+        library = start_nvshmem(topology.rank, topology.world_size, device, needed, job.start_group)
         return NvshmemTransport(job.control, grid, device, job.start_group, library, ring)
     from odcengine.transport.cuda_p2p import CudaP2PTransport
 

@@ -36,6 +36,11 @@ ALIGNMENT = 256
 """Bytes to which each window's start is aligned."""
 
 
+def aligned(nbytes: int) -> int:
+    """``nbytes``, rounded up to :data:`ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class WindowSpec:
     """One window, before it is allocated.
@@ -76,7 +81,7 @@ class WindowPlan:
         offsets, end = [], 0
         for spec in specs:
             offsets.append(end)
-            end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+            end += aligned(spec.nbytes)
         return cls(tuple(specs), tuple(offsets), max(end, ALIGNMENT))
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import ConfigError, DeadlineError, OdcError, PeerError
-from odcengine.transport.base import ALIGNMENT, Grid, Transport, Window, WindowPlan, WindowSpec
+from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec, aligned
 
 try:
     from odcengine.transport import _kernels
@@ -83,9 +83,10 @@ class CudaP2PTransport(Transport):
         self._seen_by_stream: dict[tuple[int, int], int] = {}
         self._pull_streams: dict[int, torch.cuda.Stream] = {}
         self._push_stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
-        self._pushes = deque((_event(), _event()) for _ in range(_PUSHES_IN_FLIGHT))  # source ready, added
+        # For each push in flight: its source is ready, it is added.
+        self._pushes = deque((new_event(), new_event()) for _ in range(_PUSHES_IN_FLIGHT))
         self._barriers = 0
-        self._passed = _event()
+        self._passed = new_event()
         self._lanes = 1 << (grid.node_size - 1).bit_length()
         # Read and written by kernels while they run; pinned memory is mapped into the device's addresses.
         self._abort = torch.zeros(1, dtype=torch.int64, pin_memory=True)
@@ -110,7 +111,7 @@ class CudaP2PTransport(Transport):
             raise OdcError(f"{self.name} transport: windows are allocated once, in one plan")
         size = self.grid.node_size
         self._words_at = plan.total_nbytes
-        extra_at = -(-(self._words_at + 2 * size * _WORD) // ALIGNMENT) * ALIGNMENT
+        extra_at = aligned(self._words_at + 2 * size * _WORD)
         total = extra_at + self._extra_nbytes()
         self._check_memory(total)
         own = self._map(total)
@@ -364,12 +365,9 @@ class CudaP2PTransport(Transport):
         _kernels.signal_kernel[(1,)](addresses, value, len(addresses), LANES=self._lanes, num_warps=1)
 
     def _wait_for(self, kind: int, first: int, count: int, value: int) -> None:
-        self._wait_for_words(self._words[kind, first:], count, value)
-
-    def _wait_for_words(self, words: torch.Tensor, count: int, value: int) -> None:
         limit_ns = int(self.control.timeout_s * 1e9)
         _kernels.wait_kernel[(1,)](
-            words,
+            self._words[kind, first:],
             value,
             count,
             self._abort,
@@ -408,7 +406,8 @@ class CudaP2PTransport(Transport):
         self._handle = None
 
 
-def _event() -> torch.cuda.Event:
+def new_event() -> torch.cuda.Event:
+    """An event that takes no times."""
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 

@@ -25,8 +25,8 @@ from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import OdcError
 from odcengine.transport import _kernels
 from odcengine.transport._nvshmem_start import Nvshmem, allocate_symmetric, start_nvshmem
-from odcengine.transport.base import ALIGNMENT, Grid, Window
-from odcengine.transport.cuda_p2p import CudaP2PTransport, element_of
+from odcengine.transport.base import ALIGNMENT, Grid, Window, aligned
+from odcengine.transport.cuda_p2p import CudaP2PTransport, element_of, new_event
 
 __all__ = ["HEAP_SLACK", "NvshmemTransport", "Ring", "start_nvshmem"]
 
@@ -40,6 +40,7 @@ _WORD = 8
 _HEADER = 64  # bytes: number of the message, window, node, offset, elements, dtype
 _ACCUMULATORS = (torch.float32, torch.float64)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_BLOCK, _ADDING_CTAS = 2048, 32
 _LONGEST_NAP_S = 2e-4
 _STOP_S = 10.0
 
@@ -65,7 +66,7 @@ class Ring:
 
     def nbytes(self, node_size: int) -> int:
         """Bytes of an arena: words, the slots of all pushers, one message on its way out, one pull."""
-        words = -(-3 * node_size * _WORD // ALIGNMENT) * ALIGNMENT
+        words = aligned(3 * node_size * _WORD)
         return words + (node_size * self.slots + 1) * self.slot_nbytes + self.chunk_nbytes
 
 
@@ -102,8 +103,8 @@ class NvshmemTransport(CudaP2PTransport):
         self._put = [0] * grid.node_size  # messages to each owner
         self._added = [0] * grid.node_size  # messages of each pusher that are enqueued for adding
         self._free = [0] * grid.node_size  # messages to each owner whose slot is free again
-        self._landing_free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._last_added = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._landing_free = new_event()
+        self._last_added = new_event()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._failure: BaseException | None = None
@@ -150,9 +151,8 @@ class NvshmemTransport(CudaP2PTransport):
         if not self._uses_ring:
             return
         size, ring = self.grid.node_size, self._ring
-        self._ring_words_at = offset
         self._ring_words = own[offset:][: 3 * size * _WORD].view(torch.int64).view(3, size)
-        self._slots_at = offset + -(-3 * size * _WORD // ALIGNMENT) * ALIGNMENT
+        self._slots_at = offset + aligned(3 * size * _WORD)
         outbox_at = self._slots_at + size * ring.slots * ring.slot_nbytes
         self._outbox = own[outbox_at:][: ring.slot_nbytes]
         self._landing = own[outbox_at + ring.slot_nbytes :][: ring.chunk_nbytes]
@@ -344,13 +344,13 @@ class NvshmemTransport(CudaP2PTransport):
     def _add_message(self, window: Window, node: int, offset: int, content: torch.Tensor) -> None:
         shard = self.grid.shards[node][self.grid.local]
         count = content.numel()
-        _kernels.add_message_kernel[(min(-(-count // 2048), 32),)](
+        _kernels.add_message_kernel[(min(-(-count // _BLOCK), _ADDING_CTAS),)](
             self._addresses[window.index][shard : shard + 1],
             content,
             count,
             offset,
             element=element_of(window.spec.dtype),
-            BLOCK=2048,
+            BLOCK=_BLOCK,
             num_warps=8,
         )
 
@@ -368,7 +368,7 @@ class NvshmemTransport(CudaP2PTransport):
         stream = torch.cuda.current_stream(self._device)
         counts = torch.zeros(self.grid.node_size, dtype=torch.int64, pin_memory=True)
         counts.copy_(self._ring_words[_SENT], non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = new_event()
         event.record(stream)
         self.control.wait_until(event.query, "the barrier on the GPU", lambda: self._unmapped)
         self._raise_status()
