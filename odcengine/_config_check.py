@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from odcengine import _config_deepspeed as deepspeed
 from odcengine._config_source import Path, Problem, Source, read_source, show, show_path
-from odcengine.config import MAX_INT, PARAMS, Choice, Config, SgdParams
+from odcengine.config import DEVICE_OF_TRANSPORT, MAX_INT, PARAMS, Choice, Config, SgdParams
 from odcengine.errors import ConfigError
 
 PLANNED_SECTIONS = ("checkpoint", "preemption")
@@ -369,11 +369,10 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             )
     elif odc.lockstep and balance.strategy in uneven:
         yield strategy, f"{balance.strategy} cannot run with odc.lockstep: true; expected {equal}"
-    other = {"shm": "cuda", "cuda_p2p": "cpu", "nvshmem": "cpu"}.get(odc.transport)
-    if other is not None and odc.device == other:
+    if odc.device not in ("auto", DEVICE_OF_TRANSPORT.get(odc.transport, odc.device)):
         yield (
             ("odc.device", "odc.transport"),
-            f"ranks on {other} cannot use odc.transport: {odc.transport}; expected auto",
+            f"ranks on {odc.device} cannot use odc.transport: {odc.transport}; expected auto",
         )
     if odc.unmapped and odc.transport != "nvshmem":
         yield ("odc.unmapped", "odc.transport"), "is a test switch of odc.transport: nvshmem; remove it"

@@ -292,6 +292,10 @@ PARAMS: dict[str, dict[str, type[BaseModel]]] = {
 # --- our own sections ---------------------------------------------------------------------------
 
 
+DEVICE_OF_TRANSPORT = {"shm": "cpu", "cuda_p2p": "cuda", "nvshmem": "cuda"}
+"""Where ranks compute with each transport; the others leave it open."""
+
+
 class Odc(_Section):
     """On-demand communication."""
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from odcengine._collectives import all_gather
-from odcengine.config import Config
+from odcengine.config import DEVICE_OF_TRANSPORT, Config
 from odcengine.control import ControlBlock
 from odcengine.device import Device, check_devices, choose_device, identity_of
 from odcengine.errors import ConfigError
@@ -156,7 +156,7 @@ def _start_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
 
 
 def _wanted_device(config: Config) -> str:
-    needed = {"shm": "cpu", "cuda_p2p": "cuda", "nvshmem": "cuda"}.get(config.odc.transport, "auto")
+    needed = DEVICE_OF_TRANSPORT.get(config.odc.transport, "auto")
     return needed if config.odc.device == "auto" else config.odc.device
 
 
@@ -266,7 +266,9 @@ def _choose_nodes(topology: Topology, config: Config, device: Device) -> Topolog
     if mode == "hybrid" or (mode == "auto" and topology.is_even):
         return topology
     if not one_machine:
-        name = "shm" if device.type == "cpu" else "cuda_p2p"
+        name = config.odc.transport
+        if name == "auto":
+            name = "shm" if device.type == "cpu" else "cuda_p2p"
         raise ConfigError(
             f"odc.transport: {name} joins ranks of one host, but with `odc.sharding: {mode}` it would have "
             f"to join the hosts {sorted(set(topology.hosts))}; use `odc.sharding: hybrid` with equal numbers "
