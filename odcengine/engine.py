@@ -322,10 +322,10 @@ class OdcEngine:
             self._sharding.raise_faults(faults)
             busy_s, wait_s, boundary_start = self._times(arrived, met)
             _, (busy, wait), _ = self._sum_over_ranks([], [busy_s, wait_s])
-        agreed = _Agreed.of([loss_sum, squared_norm, *known], [busy, wait, tokens], used)
-        applied = self._reports_learning(agreed)
-        if applied and self.scheduler is not None:
-            self.scheduler.step()
+            agreed = _Agreed.of([loss_sum, squared_norm, *known], [busy, wait, tokens], used)
+            applied = self._reports_learning(agreed)
+            if applied and self.scheduler is not None:
+                self.scheduler.step()
         return agreed, applied, boundary_start
 
     def _runs_ahead(self) -> bool:
