@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 import odcengine
 from odc_tools.bench.ranks import Ranks
 from odc_tools.bench.schedule import MethodName
-from odcengine.config import Odc
 from odcengine.data.batch import MicroBatch
 from odcengine.errors import OdcError
 from odcengine.losses import causal_lm_loss_sum
@@ -186,9 +185,12 @@ class OnDemand(Method):
         self.name = name
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._ranks = ranks
-        odc: dict[str, Any] = {"transport": transport, "timeout_s": timeout_s, "startup_timeout_s": timeout_s}
-        if "device" in Odc.model_fields:
-            odc["device"] = ranks.device.type
+        odc = {
+            "device": ranks.device.type,
+            "transport": transport,
+            "timeout_s": timeout_s,
+            "startup_timeout_s": timeout_s,
+        }
         config = {
             "train_batch_size": ranks.world_size,  # without effect: the script brings its batches
             "bf16": {"enabled": True},
