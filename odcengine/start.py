@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from odcengine._collectives import all_gather
 from odcengine.config import DEVICE_OF_TRANSPORT, Config
@@ -192,16 +193,34 @@ def _init_process_group(info: RankInfo, device: Device, timeout: datetime.timede
             "MASTER_PORT, where rank 0 is met, are not both set (odc-launch and torchrun set them)"
         )
     else:
+        # torchrun's own variables mean more than an address (its agent may serve the store already).
+        method = "env://" if info.source == "torchrun" else f"tcp://{info.rendezvous}"
+        store, _, _ = next(rendezvous(method, info.rank, info.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        _check_devices_early(store, info, device)
         dist.init_process_group(
             device.backend,
+            store=PrefixStore("default_pg", store),
             rank=info.rank,
             world_size=info.world_size,
-            # torchrun's own variables mean more than an address (its agent may serve the store already).
-            init_method="env://" if info.source == "torchrun" else f"tcp://{info.rendezvous}",
             timeout=timeout,
             device_id=device_id,
         )
     atexit.register(_destroy_process_group)
+
+
+def _check_devices_early(store: Store, info: RankInfo, device: Device) -> None:
+    """Refuse here what NCCL, which starts with the process group, would refuse without naming ranks.
+
+    Costs each rank one request to the store, whose answer holds about 100 bytes a rank.
+    """
+    keys = [f"odc-device-{rank}" for rank in range(info.world_size)]
+    store.set(keys[info.rank], json.dumps([socket.gethostname(), identity_of(device)]))
+    found = [json.loads(text) for text in store.multi_get(keys)]
+    check_devices(
+        [identity for _, identity in found],
+        [f"rank {rank} (host {host})" for rank, (host, _) in enumerate(found)],
+    )
 
 
 def _abandon(groups: Sequence[dist.ProcessGroup]) -> None:

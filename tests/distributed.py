@@ -5,11 +5,13 @@ Processes are forked from a server that has imported torch already, so starting 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import multiprocessing as mp
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -44,9 +46,14 @@ class RankResult:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for rank 0's store, outside the range from which connections get theirs.
+
+    Between the asking and the store's start a connection of another test could take an ephemeral one.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return int(probe.getsockname()[1])
 
 
 def _child(

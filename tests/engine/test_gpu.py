@@ -77,15 +77,16 @@ def test_equals_one_process(name: str, layout: str) -> None:
 def _killed(rank: int, world_size: int, how: str) -> str:
     case = BY_NAME["untied"]
     engine, _, _, _ = odcengine.initialize(model=make_model(case), config=config_for(case, timeout_s=5))
-    for step in range(4):
-        for micro_batch in micro_batches(case.name, 1, world_size, equal=True)[rank]:
-            loss, count = loss_of(engine, micro_batch)
-            if rank == 1 and step == 2:
-                if how == "raise":
-                    raise ValueError("out of luck")
-                os.kill(os.getpid(), signal.SIGKILL)
-            engine.backward(loss, count=count)
-        engine.step()
+    with engine:
+        for step in range(4):
+            for micro_batch in micro_batches(case.name, 1, world_size, equal=True)[rank]:
+                loss, count = loss_of(engine, micro_batch)
+                if rank == 1 and step == 2:
+                    if how == "raise":
+                        raise ValueError("out of luck")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                engine.backward(loss, count=count)
+            engine.step()
     return "done"
 
 
