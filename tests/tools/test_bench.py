@@ -115,6 +115,21 @@ def test_training(tmp_path: Path) -> None:
         assert name in done.stdout
 
 
+def test_plans_with_costs_of_the_warm_up(tmp_path: Path) -> None:
+    file = tmp_path / "learned.json"
+    words = ["--device", "cpu", "--workload", "longalign", "--shape", "tiny", "--length-scale", "0.004"]
+    words += ["--seeds", "0-5", "--rounds", "1", "--learn-costs", "--methods", "fsdp2/lb_micro", "odc/lb_mini"]
+    done = bench("training", *words, "--json", str(file), cwd=tmp_path)
+    record = result(done, file)
+    learned = record["learned"]
+    assert learned["num_steps"] == 5  # the first minibatch is not learned from
+    wall_s = [step["wall_s"] for step in record["steps"] if step["method"] == "odc/lb_mini"]
+    for minibatch in record["minibatches"]:  # predictions are in seconds now
+        assert min(wall_s) / 4 < minibatch["predicted"]["odc/lb_mini"] < max(wall_s)
+    measured = [step for step in record["steps"] if step["round"] == 0]
+    assert len(measured) == 6 * 2
+
+
 def test_memory_under_torchrun_and_a_budget(tmp_path: Path) -> None:
     """Ranks that others have started; with no time left it still measures something, and says what it cut."""
     starter = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

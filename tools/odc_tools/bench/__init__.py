@@ -76,9 +76,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="of fsdp2, fsdp2-symm, odc, limit with local_sort, lb_micro, lb_mini (default: fsdp2/lb_micro "
         "odc/lb_micro, and odc/lb_mini for unequal lengths, limit/lb_micro for equal ones)",
     )
+    add(
+        "--learn-costs",
+        action="store_true",
+        help="plan with costs and speeds fitted to the warm-up pass, as balance.learn_costs does",
+    )
     add("--max-tokens", type=int, metavar="N", help="limit of a micro-batch (default: the longest sequence)")
     add("--max-samples", type=int, metavar="N", help="limit of sequences in a micro-batch (default: none)")
     add("--length-scale", type=float, default=1.0, metavar="F", help="factor on all lengths (default: 1)")
+    add("--text", metavar="DIR", help="train on the bytes of its *.py files (default: random tokens)")
     add("--transport", default="auto", metavar="NAME", help="odc.transport (default: auto)")
     add("--no-checkpointing", action="store_true", help="keep activations instead of recomputing blocks")
     add("--compile", action="store_true", help="every method with compiled blocks (model.compile)")

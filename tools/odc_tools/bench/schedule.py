@@ -111,6 +111,10 @@ def check_training(options: argparse.Namespace) -> list[str]:
             f"--max-tokens {options.max_tokens}: {workload.name} has sequences of up to {longest} tokens, "
             "which must fit into a micro-batch"
         )
+    if options.learn_costs and options.memory:
+        problems.append("--learn-costs: not with --memory, which runs every minibatch only once")
+    if options.learn_costs and options.methods and not any(m.startswith("odc/") for m in options.methods):
+        problems.append("--learn-costs: needs a method odc/PLAN, whose ranks tell how long they were busy")
     if options.memory and options.profile:
         problems.append(
             "--profile: not with --memory, whose methods are gone at the end; run them separately"
@@ -158,21 +162,43 @@ def make_minibatches(
     """
     workload: Workload = WORKLOADS[options.workload]
     count = (workload.sequences or options.sequences or _SEQUENCES) * world_size
-    strategies = {method.strategy for method in methods}
     minibatches = []
     for seed in options.seeds:
         for index in range(options.minibatches):
-            lengths = workload.lengths(seed, index, count, options.length_scale)
-            plans = {
-                strategy: make_plan(
-                    lengths,
-                    num_ranks=world_size,
-                    strategy=strategy,
-                    max_tokens=options.max_tokens or workload.token_limit(options.length_scale),
-                    max_samples=options.max_samples,
-                    cost=cost,
-                )
-                for strategy in sorted(strategies)
-            }
-            minibatches.append(Minibatch(seed, index, tuple(lengths), plans))
+            lengths = tuple(workload.lengths(seed, index, count, options.length_scale))
+            plans = make_plans(options, methods, lengths, world_size, cost)
+            minibatches.append(Minibatch(seed, index, lengths, plans))
     return minibatches
+
+
+def make_plans(
+    options: argparse.Namespace,
+    methods: Sequence[MethodName],
+    lengths: Sequence[int],
+    world_size: int,
+    cost: CostModel,
+    speeds: Sequence[float] | None = None,
+) -> dict[str, Plan]:
+    """The plans of one minibatch, by strategy.
+
+    Args:
+        options: of ``odc bench training``.
+        methods: what will run it.
+        lengths: tokens of its sequences.
+        world_size: number of ranks.
+        cost: cost of a sequence.
+        speeds: of each rank; None: all alike.
+    """
+    limit = WORKLOADS[options.workload].token_limit(options.length_scale)
+    return {
+        strategy: make_plan(
+            lengths,
+            num_ranks=world_size,
+            strategy=strategy,
+            max_tokens=options.max_tokens or limit,
+            max_samples=options.max_samples,
+            cost=cost,
+            speeds=speeds,
+        )
+        for strategy in sorted({method.strategy for method in methods})
+    }

@@ -24,12 +24,13 @@ from odc_tools.bench.memory import PeakMemory
 from odc_tools.bench.methods import Method, Outcome, make_method, why_not
 from odc_tools.bench.profile import Profile
 from odc_tools.bench.ranks import Ranks
-from odc_tools.bench.schedule import MethodName, Minibatch, make_minibatches, methods_of
-from odc_tools.bench.workloads import build_model, draw_tokens, model_config
-from odcengine.balance import CostModel
+from odc_tools.bench.schedule import MethodName, Minibatch, make_minibatches, make_plans, methods_of
+from odc_tools.bench.workloads import build_model, draw_tokens, model_config, read_text
+from odcengine.balance import CostModel, OnlineCost
 from odcengine.data.batch import MicroBatch, pack_samples
 from odcengine.errors import ConfigError
 
+_LEARN = 4  # steps from which costs are learned, at least
 _RESERVE_S = 10.0  # of the budget, for closing and writing
 
 
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
         "notes": [],
         "steps": [],
     }
-    run = _Run(options, ranks, config, names, minibatches, record)
+    run = _Run(options, ranks, config, names, minibatches, record, cost)
     if options.memory:
         run.measure_memory()
     else:
@@ -79,6 +80,7 @@ class _Run:
         names: methods to run.
         minibatches: to run.
         record: gets the results.
+        cost: of a sequence, as the minibatches were planned with.
     """
 
     def __init__(
@@ -89,8 +91,11 @@ class _Run:
         names: Sequence[MethodName],
         minibatches: list[Minibatch],
         record: dict[str, Any],
+        cost: CostModel,
     ) -> None:
         self._options, self._ranks, self._config = options, ranks, config
+        self._cost = cost
+        self._text = read_text(options.text) if options.text else None
         self._names = list(names)
         self._minibatches = minibatches
         self._record = record
@@ -101,6 +106,8 @@ class _Run:
         """Warm up, measure and, where asked for, profile."""
         methods = self._make_all()
         warm_s = self._warm_up(methods)
+        if self._options.learn_costs:
+            self._plan_anew()
         self._measure(methods, warm_s)
         if self._options.profile:
             self._profile(methods)
@@ -152,6 +159,35 @@ class _Run:
             self._ranks.say(f"warm-up {number + 1} of {len(self._minibatches)}")
             seconds.append(time.perf_counter() - start)
         return seconds
+
+    def _plan_anew(self) -> None:
+        """Plan all minibatches, for all methods, with the costs and speeds that the warm-up pass shows."""
+        options, size = self._options, self._ranks.world_size
+        learned = OnlineCost(
+            self._cost, num_ranks=size, window=1 + len(self._record["steps"]), min_steps=_LEARN
+        )
+        for step in self._record["steps"]:
+            if step["method"].startswith("odc/") and step["minibatch"] > 0:  # the first one compiles kernels
+                strategy = MethodName.parse(step["method"]).strategy
+                if strategy != "dynamic":
+                    learned.update(self._minibatches[step["minibatch"]].plans[strategy], step["busy_s"])
+        fit = learned.fit()
+        self._record["learned"] = dataclasses.asdict(fit)
+        if not fit.num_steps:
+            self._note(
+                f"--learn-costs: fewer than {_LEARN} steps of odc methods to learn from; nothing learned"
+            )
+            return
+        self._minibatches = [
+            dataclasses.replace(
+                minibatch,
+                plans=make_plans(options, self._names, minibatch.lengths, size, fit.cost, fit.speeds),
+            )
+            for minibatch in self._minibatches
+        ]
+        self._record["minibatches"] = [
+            summary.describe_minibatch(minibatch, self._names) for minibatch in self._minibatches
+        ]
 
     def _measure(self, methods: list[Method], warm_s: list[float]) -> None:
         rounds = self._options.rounds
@@ -213,7 +249,7 @@ class _Run:
     def _pack(self, name: MethodName, minibatch: Minibatch) -> list[MicroBatch]:
         """This rank's micro-batches, on its device."""
         vocab_size = self._config.vocab_size
-        tokens = draw_tokens(minibatch.seed, minibatch.index, minibatch.lengths, vocab_size)
+        tokens = draw_tokens(minibatch.seed, minibatch.index, minibatch.lengths, vocab_size, self._text)
         plan = minibatch.plans[name.strategy]
         # Drawn ones may go to any rank.
         groups = plan.bundles if name.strategy == "dynamic" else plan.micro_batches[self._ranks.rank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Lengths = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
 
 LONGEST = 65536
 """Tokens at which the long distributions are cut."""
@@ -118,22 +120,43 @@ WORKLOADS = {
 }
 
 
-def draw_tokens(seed: int, minibatch: int, lengths: Sequence[int], vocab_size: int) -> list[Lengths]:
-    """Random tokens of the sequences of one minibatch; every rank draws all of them alike.
+def draw_tokens(
+    seed: int, minibatch: int, lengths: Sequence[int], vocab_size: int, text: Bytes | None = None
+) -> list[Lengths]:
+    """Tokens of the sequences of one minibatch; every rank draws all of them alike.
 
     Args:
         seed: of the benchmark.
         minibatch: number of the minibatch.
         lengths: tokens of each sequence.
         vocab_size: ids are below.
+        text: whose bytes, from a random place on, are a sequence's tokens; None: random numbers.
 
     Returns:
         For each sequence its token ids, int64 of its length.
     """
-    return [
-        np.random.Generator(np.random.PCG64([seed, minibatch, position])).integers(0, vocab_size, length)
-        for position, length in enumerate(lengths)
-    ]
+    tokens = []
+    for position, length in enumerate(lengths):
+        dice = np.random.Generator(np.random.PCG64([seed, minibatch, position]))
+        if text is None:
+            tokens.append(dice.integers(0, vocab_size, length))
+        else:
+            places = np.arange(length) + dice.integers(len(text))
+            tokens.append(text[places % len(text)].astype(np.int64) % vocab_size)
+    return tokens
+
+
+def read_text(folder: str) -> Bytes:
+    """The bytes of all Python files of a folder, one after the other in the order of their names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    files = sorted(Path(folder).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)
+    if not text:
+        raise ConfigError(f"--text {folder}: there is no *.py file with text in it")
+    return np.frombuffer(text, dtype=np.uint8)
 
 
 _QWEN = {"vocab_size": 151936, "max_position_embeddings": 131072}
