@@ -40,6 +40,7 @@ from odcengine.sharding.wrap import block_modules, check_model, shard_model
 from odcengine.start import Job, equalize_weights, join
 from odcengine.topology import read_rank_info
 from odcengine.transport.base import Grid, Transport
+from odcengine.transport.heap import heap_needed
 from odcengine.transport.shm import ShmTransport
 
 logger = logging.getLogger(__name__)
@@ -286,10 +287,10 @@ def _make_transport(job: Job, config: Config, groups: Sequence[ParamGroup]) -> T
     if device.type == "cpu":
         return ShmTransport(job.control, grid)
     if config.odc.transport == "nvshmem":
-        from odcengine.transport.nvshmem import HEAP_SLACK, NvshmemTransport, Ring, start_nvshmem
+        from odcengine.transport.nvshmem import NvshmemTransport, Ring, start_nvshmem
 
         ring, topology = Ring(unmapped=config.odc.unmapped), job.topology
-        needed = plan_windows(groups, grid.num_nodes).total_nbytes + ring.nbytes(grid.node_size) + HEAP_SLACK
+        needed = heap_needed(plan_windows(groups, grid.num_nodes).total_nbytes, grid.node_size, ring)
         library = start_nvshmem(topology.rank, topology.world_size, device, needed, job.start_group)
         return NvshmemTransport(job.control, grid, device, job.start_group, library, ring)
     from odcengine.transport.cuda_p2p import CudaP2PTransport

@@ -497,6 +497,11 @@ class Launch(_Section):
         min_length=1,
         description="Network interface for gloo, NCCL and NVSHMEM's start; null: they choose.",
     )
+    affinity: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: each rank runs on the cores near its GPU, shared out between the ranks there; "
+        "none: where it is started.",
+    )
     container_image: str | None = Field(
         default=None, min_length=1, description="Passed to srun as --container-image (pyxis)."
     )

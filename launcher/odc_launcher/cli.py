@@ -20,7 +20,7 @@ from odcengine.errors import ConfigError
 if TYPE_CHECKING:
     from odc_launcher.job import Wish
     from odc_launcher.plan import Machine, Request
-    from odcengine.config import Launch
+    from odcengine.config import Config
 
 _USAGE = "odc-launch [options] script.py ARGS...\n       odc-launch [options] -m module ARGS..."
 _EPILOG = """\
@@ -64,10 +64,11 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
     is_module = target[0] == "-m"
     name, *args = target[1:] if is_module else target
     problems = _module_problems(name) if is_module else _script_problems(name)
-    settings = None
+    config = settings = None
     if options.config is not None:
         try:
-            settings = _launch_settings(options.config)
+            config = _load(options.config)
+            settings = config.launch
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -96,6 +97,8 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         env_expand=_assignments(choose(None, "env_expand", ())),
         interface=choose(None, "interface", None),
         config_hash=_file_hash(options.config),
+        affinity=choose(None, "affinity", "auto"),
+        **_communication(config),
     )
     wish = job.Wish(
         launcher=choose(options.launcher, "launcher", "auto"),
@@ -118,7 +121,7 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
 
 def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, adopt: bool) -> int:
     """Starts all ranks of the job, or those of this task of srun or mpirun."""
-    from odc_launcher import job, local, step
+    from odc_launcher import host, job, local, printing, step
     from odc_launcher import plan as planning
 
     place = None
@@ -127,17 +130,22 @@ def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, ad
         place = job.adopted_place(request, info, os.environ, above=options.reported_above)
         place = dataclasses.replace(place, master_addr=_address(place.master_addr))
         machine = _machine(os.environ, place.master_port, 0 in place.ranks)
-        machine = dataclasses.replace(machine, run_name=job.run_name(os.environ, machine.run_name))
+        machine = dataclasses.replace(
+            machine,
+            run_name=job.run_name(os.environ, machine.run_name),
+            node=host.read_host(place.master_addr),
+        )
         plan = planning.make_plan(request, os.environ, machine, place)
         plan = dataclasses.replace(plan, warnings=(*info.warnings, *plan.warnings))
     else:
-        plan = planning.make_plan(request, os.environ, _machine(os.environ))
+        machine = dataclasses.replace(_machine(os.environ), node=host.read_host("127.0.0.1"))
+        plan = planning.make_plan(request, os.environ, machine)
     first = place is None or 0 in place.ranks
     for warning in plan.warnings if first else ():
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if options.plan is not None or options.dry_run:
-        text = planning.render(plan, os.environ)
-        return _print(text if options.plan is None else job.render_plan(plan, os.environ, options.plan))
+        text = printing.render(plan, os.environ)
+        return _print(text if options.plan is None else printing.render_plan(plan, os.environ, options.plan))
     if first and not options.reported_above:
         print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
     if place is not None:
@@ -153,7 +161,7 @@ def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, ad
 
 def _start_elsewhere(request: Request, wish: Wish, options: argparse.Namespace, mode: str) -> int:
     """Has srun, mpirun or sbatch start the ranks."""
-    from odc_launcher import job, mpi, step
+    from odc_launcher import job, mpi, printing, step
     from odcengine.topology import job_port
 
     machine = _machine(os.environ, 0, check=False)
@@ -174,9 +182,9 @@ def _start_elsewhere(request: Request, wish: Wish, options: argparse.Namespace, 
     for warning in plan.warnings:
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if options.plan is not None:
-        return _print(job.render_plan(plan, os.environ, options.plan))
+        return _print(printing.render_plan(plan, os.environ, options.plan))
     if options.dry_run:
-        return _print(job.render_job(plan, os.environ))
+        return _print(printing.render_job(plan, os.environ))
     if mode == "submit":
         return step.submit(plan)
     print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
@@ -320,8 +328,8 @@ def _module_problems(module: str) -> list[str]:
     return [f"module {module!r} is not found in {os.getcwd()} nor on Python's path"]
 
 
-def _launch_settings(path: str) -> Launch:
-    """Checks the whole config file; returns what it says about launching."""
+def _load(path: str) -> Config:
+    """Reads and checks the whole config file."""
     if not os.path.exists(path):
         raise ConfigError(f"config {path} does not exist (looked in {os.getcwd()})")
     if os.path.isdir(path):
@@ -329,9 +337,19 @@ def _launch_settings(path: str) -> Launch:
     from odcengine.config import load_config
 
     try:
-        return load_config(path).launch
+        return load_config(path)
     except OSError as error:
         raise ConfigError(f"config {path} cannot be read: {error.strerror}") from error
+
+
+def _communication(config: Config | None) -> dict[str, str]:
+    """Of ``odc`` what the launch depends on."""
+    if config is None:
+        return {}
+    from odcengine.config import DEVICE_OF_TRANSPORT
+
+    device = DEVICE_OF_TRANSPORT.get(config.odc.transport, config.odc.device)
+    return {"transport": config.odc.transport, "sharding": config.odc.sharding, "device": device}
 
 
 def _repeated(options: argparse.Namespace) -> tuple[str, ...]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +11,12 @@ from odc_launcher import mpi, slurm
 from odc_launcher.plan import (
     INTERFACE_NAMES,
     SHOWN_PREFIXES,
-    LaunchPlan,
     Machine,
     Place,
     Request,
-    comment,
     common_problems,
     hash_of,
     log_folder,
-    mask,
-    parse_signals,
-    render,
-    shell_line,
-    shown_env,
     target_words,
 )
 from odcengine.errors import ConfigError
@@ -33,7 +24,6 @@ from odcengine.hostlist import read_hostfile
 from odcengine.topology import RankInfo, job_name, job_port, read_rank_info, slurm_in_step, step_hosts
 
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_DEVICE_NAMES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 
 
 @dataclass(frozen=True)
@@ -514,99 +504,3 @@ def _ranks_of(shape: slurm.Shape, environ: Mapping[str, str]) -> tuple[tuple[int
 def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise ConfigError(*problems)
-
-
-# -- printing ----------------------------------------------------------------------------------------------
-
-
-def render_job(plan: JobPlan, environ: Mapping[str, str]) -> str:
-    """The command as text for a person and a shell; of a submission the script."""
-    if plan.stdin is not None:
-        extra = [comment(f"variable {name}={mask(name, value)}") for name, value in plan.env.items()]
-        first, _, rest = plan.stdin.partition("\n")
-        told = [comment(f"submitted by: {shlex.join(plan.argv)}"), *extra]
-        return "\n".join([first, *told, rest])
-    shown = shown_env(environ, plan.unset) | plan.env
-    return f"{comment(plan.summary)}\n{shell_line(plan.argv, shown, plan.unset)}\n"
-
-
-def describe(plan: JobPlan | LaunchPlan, environ: Mapping[str, str]) -> dict[str, object]:
-    """The plan as plain data: hosts, ranks, devices, interfaces, ports, environment, commands, hash."""
-    shown = shown_env(environ, plan.unset)
-    common: dict[str, object] = {
-        "devices": {name: environ[name] for name in _DEVICE_NAMES if name in environ},
-        "log_dir": plan.log_dir,
-        "hash": plan.hash,
-        "summary": plan.summary,
-        "warnings": list(plan.warnings),
-        "signals": [],
-    }
-    if isinstance(plan, LaunchPlan):
-        env = plan.ranks[0].env
-        merged = shown | env
-        ranks = [
-            {
-                "rank": rank.rank,
-                "local_rank": int(rank.env["LOCAL_RANK"]),
-                "env": {name: mask(name, value) for name, value in (shown | rank.env).items()},
-                "command": list(rank.argv),
-                "log": rank.log_path,
-            }
-            for rank in plan.ranks
-        ]
-        return common | {
-            "mode": "local" if plan.place is None else "adopt",
-            "world_size": int(env["WORLD_SIZE"]),
-            "hosts": [{"host": plan.host, "ranks": [rank.rank for rank in plan.ranks]}],
-            "rendezvous": f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}",
-            "interfaces": {name: merged[name] for name in INTERFACE_NAMES if name in merged},
-            "signals": [number.name for number in plan.signals],
-            "config": env.get("ODC_CONFIG"),
-            "ranks": ranks,
-        }
-    merged = shown | plan.env
-    request = plan.request
-    ranks_of = plan.ranks or (None,) * len(plan.hosts)
-    return common | {
-        "mode": plan.mode,
-        "world_size": plan.world_size,
-        "hosts": [
-            {"host": host, "ranks": None if ranks is None else list(ranks)}
-            for host, ranks in zip(plan.hosts, ranks_of, strict=True)
-        ],
-        "rendezvous": plan.rendezvous,
-        "interfaces": {name: merged[name] for name in INTERFACE_NAMES if name in merged},
-        "signals": [number.name for number in parse_signals(request.signals)[0]],
-        "config": request.config_path,
-        "config_hash": request.config_hash,
-        "env": {name: mask(name, value) for name, value in merged.items()},
-        "env_expand": dict(request.env_expand),
-        "command": list(plan.argv),
-        "script": plan.stdin,
-    }
-
-
-def render_plan(plan: JobPlan | LaunchPlan, environ: Mapping[str, str], form: str) -> str:
-    """``describe`` as text or JSON."""
-    data = describe(plan, environ)
-    if form == "json":
-        return json.dumps(data, indent=2) + "\n"
-    lines = []
-    for name in ("summary", "mode", "world_size", "rendezvous", "log_dir", "config", "hash"):
-        unknown = "none" if name == "config" else "not known before the job runs"
-        value = unknown if data.get(name) is None else data[name]
-        lines.append(f"{name.replace('_', ' ')}: {value}")
-    for name in ("devices", "interfaces"):
-        items = data[name]
-        assert isinstance(items, dict)
-        pairs = ", ".join(f"{key}={value}" for key, value in items.items())
-        lines.append(f"{name}: {pairs or 'as the libraries choose'}")
-    hosts = data["hosts"]
-    assert isinstance(hosts, list)
-    for host in hosts:
-        ranks = host["ranks"]
-        told = "as SLURM places them" if ranks is None else ", ".join(map(str, ranks))
-        lines.append(f"host {host['host']}: ranks {told}")
-    lines += [f"warning: {warning}" for warning in plan.warnings]
-    text = render(plan, environ) if isinstance(plan, LaunchPlan) else render_job(plan, environ)
-    return "\n".join(lines) + "\n\n" + text

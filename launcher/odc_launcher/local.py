@@ -140,7 +140,7 @@ class _Launch:
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,
-                preexec_fn=ChildSetup(caught),
+                preexec_fn=ChildSetup(caught, cores=rank.plan.affinity.cores),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
@@ -407,9 +407,13 @@ class ChildSetup:
     """Runs in the child between fork and exec; the child gets ``death_signal`` when the launcher dies."""
 
     def __init__(
-        self, caught: frozenset[signal.Signals], death_signal: signal.Signals = signal.SIGKILL
+        self,
+        caught: frozenset[signal.Signals],
+        death_signal: signal.Signals = signal.SIGKILL,
+        cores: tuple[int, ...] = (),
     ) -> None:
         self._caught = caught
+        self._cores = cores
         self._death_signal = death_signal
         self._launcher = os.getpid()
         self._libc = ctypes.CDLL(None)
@@ -418,6 +422,9 @@ class ChildSetup:
         self._libc.prctl(_PR_SET_PDEATHSIG, int(self._death_signal), 0, 0, 0)
         if os.getppid() != self._launcher:  # it died before the line above
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._cores:  # before Python starts, so that every thread of the rank has them
+            with contextlib.suppress(OSError):  # a core was switched off since: any is better than none
+                os.sched_setaffinity(0, self._cores)
         signal.set_wakeup_fd(-1)
         for number in self._caught:
             signal.signal(number, signal.SIG_DFL)

@@ -6,11 +6,14 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from odc_launcher.affinity import Affinity, plan_affinity
+from odc_launcher.host import Host
+from odc_launcher.network import GLOO, NCCL, NVSHMEM
+from odc_launcher.nvshmem_env import Job, NodeSettings, Setting, as_env, node_settings
 from odcengine._version import __version__
 from odcengine.errors import ConfigError
 
@@ -20,8 +23,7 @@ RANKS_PER_CORE_LIMIT = 4
 
 # Of the environment that ranks inherit, what a reader of the plan wants to see.
 SHOWN_PREFIXES = ("NVSHMEM_", "NCCL_", "CUDA_", "TORCH", "ODC", "OMP_", "MKL_", "HF_", "WANDB_")
-INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
-_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD", re.IGNORECASE)
+INTERFACE_NAMES = (GLOO, NCCL, NVSHMEM)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _RANK_NAMES = (
     "RANK",
@@ -55,6 +57,8 @@ class Request:
         env_expand: the same, with $NAME and ${NAME} replaced by what the rank inherits.
         interface: network interface for the libraries that ask for one.
         config_hash: hash of the config file's bytes.
+        transport, sharding, device: ``odc.transport``, ``odc.sharding`` and ``odc.device``.
+        affinity: ``auto``: each rank runs on the cores near its GPU; ``none``: where it is started.
     """
 
     target: str
@@ -72,6 +76,10 @@ class Request:
     env_expand: Mapping[str, str] = field(default_factory=dict)
     interface: str | None = None
     config_hash: str | None = None
+    transport: str = "auto"
+    sharding: str = "auto"
+    device: str = "auto"
+    affinity: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,8 @@ class Machine:
         cwd: the working folder.
         run_name: names the default log folder: date, time and process id.
         bound: the cores are part of the host's, as where srun or mpirun binds each task to its own.
+        node: interfaces, GPUs and the like, where ranks are started on this host; None: nothing is decided
+            by them.
     """
 
     host: str
@@ -128,17 +138,19 @@ class Machine:
     cwd: str
     run_name: str
     bound: bool = False
+    node: Host | None = None
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank: its command, what is set in its environment, and its files (absolute paths)."""
+    """One rank: its command, what is set in its environment, its files (absolute paths), its cores."""
 
     rank: int
     argv: tuple[str, ...]
     env: dict[str, str]
     log_path: str
     error_path: str
+    affinity: Affinity = field(default_factory=Affinity)
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,8 @@ class LaunchPlan:
         warnings: what the user should know, one line each.
         hash: equal for launches that start the same job alike; the ranks compare it.
         place: where srun or mpirun placed these ranks; None: they are the whole job.
+        settings: of the variables those that were chosen for this host, with their reasons.
+        notes: what is decided elsewhere, one line each.
     """
 
     host: str
@@ -170,6 +184,8 @@ class LaunchPlan:
     warnings: tuple[str, ...]
     hash: str
     place: Place | None = None
+    settings: tuple[Setting, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def make_plan(
@@ -244,22 +260,29 @@ def make_plan(
     # What an outer launcher left of these would be another's.
     unset = (*unset, *(name for name, value in common.items() if value is None and name in environ))
     env |= job_env(request, environ)
+    made = _node_settings(request, {**environ, **env}, machine, here)
+    env |= as_env(made.settings)
+    warnings += made.warnings
     if request.config_path is not None:
         env["ODC_CONFIG"] = os.path.join(machine.cwd, request.config_path)
-    threads = environ.get("OMP_NUM_THREADS", env.get("OMP_NUM_THREADS"))
+    threads, threads_from = environ.get("OMP_NUM_THREADS"), "your environment"
+    if "OMP_NUM_THREADS" in env:
+        threads, threads_from = env["OMP_NUM_THREADS"], "launch.env"
     if threads is None:
         threads, threads_from = _threads(environ, machine, here, placed=place is not None)
         env["OMP_NUM_THREADS"] = threads
-    else:
-        threads_from = "your environment"
+    affinities, warning = _affinities(request, {**environ, **env}, machine, here)
+    warnings += [] if warning is None else [warning]
     plan_hash = env["ODC_PLAN_HASH"] = hash_of(
         request, here.world_size, f"{here.master_addr}:{here.master_port}"
     )
 
     ranks = []
-    for rank, local_rank in zip(here.ranks, here.local_ranks, strict=True):
+    for rank, local_rank, affinity in zip(here.ranks, here.local_ranks, affinities, strict=True):
         error_path = os.path.join(log_dir, f"rank{rank}.error.json")
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ODC_ERROR_FILE": error_path}
+        if affinity.cores and "OMP_NUM_THREADS" in env and threads_from != "launch.env":
+            numbers["OMP_NUM_THREADS"] = str(min(int(threads), len(affinity.cores)))
         ranks.append(
             RankPlan(
                 rank=rank,
@@ -267,6 +290,7 @@ def make_plan(
                 env=env | numbers,
                 log_path=os.path.join(log_dir, f"rank{rank}.log"),
                 error_path=error_path,
+                affinity=affinity,
             )
         )
     count = len(ranks)
@@ -290,7 +314,61 @@ def make_plan(
         warnings=tuple(warnings),
         hash=plan_hash,
         place=place,
+        settings=(*_of_interface(request, env), *made.settings),
+        notes=tuple(made.notes),
     )
+
+
+def _node_settings(
+    request: Request, environ: Mapping[str, str], machine: Machine, here: Place
+) -> NodeSettings:
+    """What the libraries are told on this host.
+
+    Raises:
+        ConfigError: what the user tells them cannot be.
+    """
+    if machine.node is None:
+        return NodeSettings()
+    job = Job(
+        transport=request.transport,
+        sharding=request.sharding,
+        several_nodes=here.world_size != here.local_world_size,
+        interface=request.interface,
+    )
+    made = node_settings(machine.node, environ, job)
+    if made.problems:
+        raise ConfigError(*made.problems)
+    return made
+
+
+def _of_interface(request: Request, env: Mapping[str, str]) -> Iterable[Setting]:
+    if request.interface is not None:
+        for name in INTERFACE_NAMES:
+            if env.get(name) == request.interface:
+                yield Setting(name, request.interface, "launch.interface")
+
+
+def _affinities(
+    request: Request, environ: Mapping[str, str], machine: Machine, here: Place
+) -> tuple[tuple[Affinity, ...], str | None]:
+    """The cores of each rank, and a warning."""
+    node, count = machine.node, here.local_world_size or len(here.ranks)
+    if node is None or request.device == "cpu" or not (node.gpus.gpus or node.gpus.error):
+        return tuple(Affinity() for _ in here.ranks), None
+    if request.affinity == "none":
+        return tuple(Affinity(reason="launch.affinity: none") for _ in here.ranks), None
+    if node.gpus.error is not None:
+        warning = f"ranks run on any core: {node.gpus.error}"
+        return tuple(Affinity(reason=node.gpus.error) for _ in here.ranks), warning
+    planned = plan_affinity(
+        here.local_ranks,
+        count,
+        node.gpus.gpus,
+        environ,
+        node.cores,
+        task_per_rank=len(here.ranks) < count,
+    )
+    return planned, None
 
 
 def common_problems(request: Request) -> list[str]:
@@ -339,50 +417,6 @@ def hash_of(request: Request, world_size: int, rendezvous: str) -> str:
     }
     text = json.dumps(plan, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-def shell_line(argv: Sequence[str], env: Mapping[str, str], unset: Sequence[str] = ()) -> str:
-    """A command with its environment as a line that a shell parses back; secrets are masked."""
-    words = ["env"] if env or unset else []
-    for name in unset:
-        words += ["-u", name]
-    for name, value in env.items():
-        words.append(f"{name}={shlex.quote(mask(name, value))}")
-    return " ".join([*words, *(shlex.quote(word) for word in argv)])
-
-
-def mask(name: str, value: str) -> str:
-    """The value of a variable as it may be shown."""
-    return "***" if _SECRET.search(name) else value
-
-
-def shown_env(environ: Mapping[str, str], unset: Sequence[str] = ()) -> dict[str, str]:
-    """Of the inherited environment what concerns the run."""
-    return {
-        name: value
-        for name, value in sorted(environ.items())
-        if name.startswith(SHOWN_PREFIXES) and name not in unset
-    }
-
-
-def render(plan: LaunchPlan, environ: Mapping[str, str]) -> str:
-    """The plan as text for a person and a shell: comments, and one command a rank.
-
-    A shell that parses a command gets the rank's arguments and variables byte for byte, except that the
-    values of variables whose names look like secrets are replaced by ``***``. Of the inherited
-    environment only what concerns the run is shown; arguments are shown as they are.
-    """
-    inherited = shown_env(environ, plan.unset)
-    lines = [comment(plan.summary)]
-    for rank in plan.ranks:
-        lines.append(comment(f"rank {rank.rank}, log {rank.log_path}"))
-        lines.append(shell_line(rank.argv, inherited | rank.env, plan.unset))
-    return "\n".join(lines) + "\n"
-
-
-def comment(text: str) -> str:
-    """A line that a shell skips."""
-    return "# " + text.replace("\n", "\\n")
 
 
 def _threads(environ: Mapping[str, str], machine: Machine, here: Place, *, placed: bool) -> tuple[str, str]:

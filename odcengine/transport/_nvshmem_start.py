@@ -7,10 +7,7 @@ without a word, so what is running already is adopted only where rank and size a
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,62 +15,14 @@ import torch
 import torch.distributed as dist
 
 from odcengine.errors import ConfigError, OdcError
+from odcengine.transport.heap import SIZE_VARIABLE, plan_heap
 
 logger = logging.getLogger(__name__)
 
-SIZE_VARIABLE = "NVSHMEM_SYMMETRIC_SIZE"
-HEAP_GRANULARITY = 512 << 20
-"""NVSHMEM grows and rounds its heap in steps of this many bytes."""
-
-_SUFFIXES = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _VMM_HINT = (
     "On some virtual machines NVSHMEM's heap needs NVSHMEM_DISABLE_CUDA_VMM=1: set it and start again (then "
     f"{SIZE_VARIABLE} is a hard limit)"
 )
-
-
-def parse_symmetric_size(text: str) -> int:
-    """Bytes that a value of ``NVSHMEM_SYMMETRIC_SIZE`` stands for.
-
-    As in NVSHMEM: a number, fractions allowed, and one of k, m, g, t (powers of 1024), case ignored. Text
-    after the suffix, which the library passes over, is refused here.
-
-    Raises:
-        ConfigError: not such a value.
-    """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([kmgt]?)", text.strip().lower())
-    if match is None or float(match[1]) == 0:
-        raise ConfigError(
-            f"environment: {SIZE_VARIABLE}={text!r}; expected a number of bytes above 0 with an optional "
-            "suffix k, m, g or t (powers of 1024), for example 6G or 1.5g"
-        )
-    return math.ceil(float(match[1]) * (1 << _SUFFIXES[match[2]]))
-
-
-def plan_heap(needed: int, environ: Mapping[str, str]) -> tuple[int, str]:
-    """The size of the symmetric heap of a rank.
-
-    Args:
-        needed: bytes that the model's windows and buffers take.
-        environ: the process's variables; ``NVSHMEM_SYMMETRIC_SIZE`` is the user's wish.
-
-    Returns:
-        Bytes, and why that many.
-
-    Raises:
-        ConfigError: the user's size is below what is needed, or malformed.
-    """
-    text = environ.get(SIZE_VARIABLE)
-    if text is None:
-        size = -(-needed // HEAP_GRANULARITY) * HEAP_GRANULARITY
-        return size, f"{needed / 2**30:.2f} GiB for the model, rounded up to {HEAP_GRANULARITY >> 20} MiB"
-    size = parse_symmetric_size(text)
-    if size < needed:
-        raise ConfigError(
-            f"environment: {SIZE_VARIABLE}={text} is {size} bytes a GPU, but the model's windows need "
-            f"{needed}; remove it (odcengine sets it), or give more"
-        )
-    return size, f"given by {SIZE_VARIABLE}"
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,7 @@ import torch
 
 from odcengine.control import ControlBlock, Meeting
 from odcengine.topology import Topology
-
-ALIGNMENT = 256
-"""Bytes to which each window's start is aligned."""
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes``, rounded up to :data:`ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+from odcengine.transport.heap import ALIGNMENT, aligned
 
 
 @dataclass(frozen=True)

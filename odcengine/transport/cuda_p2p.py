@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import ConfigError, DeadlineError, OdcError, PeerError
-from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec, aligned
+from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec
+from odcengine.transport.heap import aligned
 
 try:
     from odcengine.transport import _kernels

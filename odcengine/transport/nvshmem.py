@@ -16,7 +16,6 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,49 +24,20 @@ from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import OdcError
 from odcengine.transport import _kernels
 from odcengine.transport._nvshmem_start import Nvshmem, allocate_symmetric, start_nvshmem
-from odcengine.transport.base import ALIGNMENT, Grid, Window, aligned
+from odcengine.transport.base import Grid, Window
 from odcengine.transport.cuda_p2p import CudaP2PTransport, element_of, new_event
+from odcengine.transport.heap import ALIGNMENT, HEADER_NBYTES, WORD_NBYTES, Ring, aligned
 
-__all__ = ["HEAP_SLACK", "NvshmemTransport", "Ring", "start_nvshmem"]
+__all__ = ["NvshmemTransport", "Ring", "start_nvshmem"]
 
 logger = logging.getLogger(__name__)
 
-HEAP_SLACK = 64 << 20
-"""Bytes of the heap beside windows and rings: NVSHMEM's own, rounding."""
-
 _PUT, _FREED, _SENT = 0, 1, 2  # rows of words, one word a peer
-_WORD = 8
-_HEADER = 64  # bytes: number of the message, window, node, offset, elements, dtype
 _ACCUMULATORS = (torch.float32, torch.float64)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BLOCK, _ADDING_CTAS = 2048, 32
 _LONGEST_NAP_S = 2e-4
 _STOP_S = 10.0
-
-
-@dataclass(frozen=True)
-class Ring:
-    """How messages to peers that are not mapped are held.
-
-    Attributes:
-        slots: for each pusher, at each owner.
-        chunk_nbytes: largest content of a message.
-        unmapped: treat all other ranks as not mapped, for tests.
-    """
-
-    slots: int = 8
-    chunk_nbytes: int = 4 << 20
-    unmapped: bool = False
-
-    @property
-    def slot_nbytes(self) -> int:
-        """A message with its header."""
-        return _HEADER + self.chunk_nbytes
-
-    def nbytes(self, node_size: int) -> int:
-        """Bytes of an arena: words, the slots of all pushers, one message on its way out, one pull."""
-        words = aligned(3 * node_size * _WORD)
-        return words + (node_size * self.slots + 1) * self.slot_nbytes + self.chunk_nbytes
 
 
 class NvshmemTransport(CudaP2PTransport):
@@ -151,8 +121,8 @@ class NvshmemTransport(CudaP2PTransport):
         if not self._uses_ring:
             return
         size, ring = self.grid.node_size, self._ring
-        self._ring_words = own[offset:][: 3 * size * _WORD].view(torch.int64).view(3, size)
-        self._slots_at = offset + aligned(3 * size * _WORD)
+        self._ring_words = own[offset:][: 3 * size * WORD_NBYTES].view(torch.int64).view(3, size)
+        self._slots_at = offset + aligned(3 * size * WORD_NBYTES)
         outbox_at = self._slots_at + size * ring.slots * ring.slot_nbytes
         self._outbox = own[outbox_at:][: ring.slot_nbytes]
         self._landing = own[outbox_at + ring.slot_nbytes :][: ring.chunk_nbytes]
@@ -257,13 +227,13 @@ class NvshmemTransport(CudaP2PTransport):
         written = torch.tensor(header).pin_memory()
         content = part.view(torch.uint8)
         # The outbox is free: the put before has returned in the order of this stream.
-        self._outbox[:_HEADER].view(torch.int64).copy_(written, non_blocking=True)
-        self._outbox[_HEADER : _HEADER + content.numel()].copy_(content, non_blocking=True)
+        self._outbox[:HEADER_NBYTES].view(torch.int64).copy_(written, non_blocking=True)
+        self._outbox[HEADER_NBYTES : HEADER_NBYTES + content.numel()].copy_(content, non_blocking=True)
         with self._calls:
             self._library.bindings.putmem_signal_on_stream(
                 self._slot(self.grid.local, number).data_ptr(),
                 self._outbox.data_ptr(),
-                _HEADER + content.numel(),
+                HEADER_NBYTES + content.numel(),
                 self._ring_words[_PUT, self.grid.local :].data_ptr(),
                 number,
                 self._library.core.SignalOp.SIGNAL_SET,
@@ -305,7 +275,7 @@ class NvshmemTransport(CudaP2PTransport):
             stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 seen = torch.zeros(2, self.grid.node_size, dtype=torch.int64, pin_memory=True)
-                header = torch.zeros(_HEADER // 8, dtype=torch.int64, pin_memory=True)
+                header = torch.zeros(HEADER_NBYTES // 8, dtype=torch.int64, pin_memory=True)
                 nap_s = 0.0
                 while not self._stop.is_set():
                     busy = self._take_all(stream, seen, header)
@@ -329,13 +299,13 @@ class NvshmemTransport(CudaP2PTransport):
     def _take(self, pusher: int, stream: torch.cuda.Stream, header: torch.Tensor) -> None:
         number = self._added[pusher] + 1
         slot = self._slot(pusher, number)
-        header.copy_(slot[:_HEADER].view(torch.int64), non_blocking=True)
+        header.copy_(slot[:HEADER_NBYTES].view(torch.int64), non_blocking=True)
         stream.synchronize()
         told, index, node, offset, count, kind, *_ = header.tolist()
         if told != number:
             raise OdcError(f"message {number} of {self.control.describe(pusher)} carries the number {told}")
         dtype = _DTYPES[kind]
-        content = slot[_HEADER:][: count * dtype.itemsize].view(dtype)
+        content = slot[HEADER_NBYTES:][: count * dtype.itemsize].view(dtype)
         self._add_message(self._windows[index], node, offset, content)
         self._tell(_FREED, pusher, number, stream, quiet=False)
         self._last_added.record(stream)

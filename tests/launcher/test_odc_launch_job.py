@@ -22,11 +22,10 @@ from odc_launcher.job import (
     plan_mpi,
     plan_step,
     plan_submission,
-    render_job,
-    render_plan,
     run_name,
 )
-from odc_launcher.plan import Machine, Request, make_plan, render
+from odc_launcher.plan import Machine, Request, make_plan
+from odc_launcher.printing import render, render_job, render_plan
 
 from odcengine.errors import ConfigError
 

@@ -7,7 +7,8 @@ import signal
 from dataclasses import replace
 
 import pytest
-from odc_launcher.plan import Machine, Request, make_plan, render
+from odc_launcher.plan import Machine, Request, make_plan
+from odc_launcher.printing import render
 
 from odcengine.errors import ConfigError
 

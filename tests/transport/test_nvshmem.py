@@ -20,6 +20,7 @@ from transport.conformance import LIMIT_S, Backend, Report, launch, plan_of, rep
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import ConfigError
 from odcengine.transport import _nvshmem_start as start
+from odcengine.transport import heap
 from odcengine.transport.base import Grid, Transport
 
 NUM_GPUS = torch.cuda.device_count()
@@ -41,35 +42,35 @@ ONE_NODE = (tuple(range(max(2, min(NUM_GPUS, 8)))),)
     ],
 )
 def test_sizes_are_read_as_nvshmem_does(text: str, size: int) -> None:
-    assert start.parse_symmetric_size(text) == size
+    assert heap.parse_symmetric_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["20kk", "30GB", "-1", "lots", "", "0", "1 G x", "1e9", "."])
 def test_malformed_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"NVSHMEM_SYMMETRIC_SIZE=.*; expected a number of bytes"):
-        start.parse_symmetric_size(text)
+        heap.parse_symmetric_size(text)
 
 
 @given(st.floats(0.001, 5000), st.sampled_from(["", "k", "K", "m", "g", "T"]))
 def test_any_size_is_a_whole_number_of_bytes(number: float, suffix: str) -> None:
-    size = start.parse_symmetric_size(f"{number:.3f}{suffix}") if number >= 0.001 else 1
+    size = heap.parse_symmetric_size(f"{number:.3f}{suffix}") if number >= 0.001 else 1
     assert size >= 1
     assert isinstance(size, int)
 
 
 def test_heap_for_seven_billion_parameters_on_eight_gpus() -> None:
     needed = 7_000_000_000 * (2 + 4) // 8
-    size, reason = start.plan_heap(needed, {})
+    size, reason = heap.plan_heap(needed, {})
     assert size >= 5.25e9
-    assert size % start.HEAP_GRANULARITY == 0
-    assert size - needed < start.HEAP_GRANULARITY
+    assert size % heap.HEAP_GRANULARITY == 0
+    assert size - needed < heap.HEAP_GRANULARITY
     assert "rounded up to 512 MiB" in reason
-    assert start.plan_heap(needed, {"NVSHMEM_SYMMETRIC_SIZE": "8G"}) == (
+    assert heap.plan_heap(needed, {"NVSHMEM_SYMMETRIC_SIZE": "8G"}) == (
         8 << 30,
         "given by NVSHMEM_SYMMETRIC_SIZE",
     )
     with pytest.raises(ConfigError, match=rf"=1G is {1 << 30} bytes a GPU, .* need {needed}"):
-        start.plan_heap(needed, {"NVSHMEM_SYMMETRIC_SIZE": "1G"})
+        heap.plan_heap(needed, {"NVSHMEM_SYMMETRIC_SIZE": "1G"})
 
 
 # -- more than one user (USER_CASES 7) -----------------------------------------------------------------------
