@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from odc_launcher import mpi, slurm
+from odc_launcher.nvshmem_env import value_problems
 from odc_launcher.plan import (
     INTERFACE_NAMES,
     SHOWN_PREFIXES,
@@ -16,6 +17,7 @@ from odc_launcher.plan import (
     Request,
     common_problems,
     hash_of,
+    job_of,
     log_folder,
     target_words,
 )
@@ -265,10 +267,10 @@ def plan_step(
     Raises:
         ConfigError: with what is wrong.
     """
-    _refuse(common_problems(request))
     nproc, nproc_from = _asked_nproc(request)
     shape = slurm.allocation_shape(environ, nproc, nproc_from)
     num_nodes = len(shape.tasks or shape.hosts)
+    _check(request, environ, num_nodes)
     if wish.nodes not in (None, num_nodes):
         raise ConfigError(f"--nodes {wish.nodes}, but SLURM's job {environ['SLURM_JOB_ID']} has {num_nodes}")
     log_dir = log_folder(request, machine)
@@ -312,8 +314,8 @@ def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], ma
     Raises:
         ConfigError: with what is wrong.
     """
-    _refuse(common_problems(request))
     nodes, nproc = wish.nodes or 1, _asked_nproc(request)[0] or 1
+    _check(request, environ, nodes)
     command = [machine.python, "-u", "-m", "odc_launcher", "--launcher", "slurm"]
     command += [*wish.options, *_options(request, machine), *target_words(request), *request.args]
     script = slurm.batch_script(
@@ -366,9 +368,9 @@ def plan_mpi(
     Raises:
         ConfigError: with what is wrong.
     """
-    _refuse(common_problems(request))
     hosts = tuple(_mpi_hosts(wish, environ))
     nodes, nproc = wish.nodes or len(hosts) or 1, _mpi_nproc(request, wish, environ)
+    _check(request, environ, nodes)
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 and not hosts else None)
     address = address or (address_of(hosts[0]) if hosts else None)
     if address is None:
@@ -501,6 +503,9 @@ def _ranks_of(shape: slurm.Shape, environ: Mapping[str, str]) -> tuple[tuple[int
     return tuple(ranks)
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _check(request: Request, environ: Mapping[str, str], num_nodes: int) -> None:
+    """Raises with what is wrong wherever the ranks will be."""
+    job = job_of(request, several_nodes=num_nodes > 1)
+    problems = [*common_problems(request), *value_problems({**environ, **request.env}, job)]
     if problems:
         raise ConfigError(*problems)

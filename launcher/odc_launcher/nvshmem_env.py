@@ -105,7 +105,11 @@ def node_settings(host: Host, environ: Mapping[str, str], job: Job) -> NodeSetti
         else:
             made.settings += _interface_settings(wanted, choice, host, environ)
     if nvshmem:
-        _check_values(made, environ, job)
+        made.problems += value_problems(environ, job)
+        if environ.get(HCA_LIST) and environ.get(HCA_MAPPING):
+            made.warnings.append(
+                f"{HCA_LIST} and {HCA_MAPPING} are both set: NVSHMEM takes the list and ignores the mapping"
+            )
         _choose_remote(made, host, environ, job)
         made.notes += _notes(host, environ, job)
     return made
@@ -141,23 +145,22 @@ def _interface_settings(
         yield Setting(FAMILY, choice.family, f"the address of {choice.interface}")
 
 
-def _check_values(made: NodeSettings, environ: Mapping[str, str], job: Job) -> None:
+def value_problems(environ: Mapping[str, str], job: Job) -> Iterator[str]:
+    """What is wrong with values of the user's for NVSHMEM, on any node."""
+    if job.transport != "nvshmem":
+        return
     if SIZE_VARIABLE in environ:
         try:
             parse_symmetric_size(environ[SIZE_VARIABLE])
         except ConfigError as error:
-            made.problems += error.problems
+            yield from error.problems
     for name, values in ((REMOTE, REMOTE_TRANSPORTS), (FAMILY, FAMILIES)):
         if name in environ and environ[name] not in values:
-            made.problems.append(f"environment: {name}={environ[name]!r}; expected {', '.join(values)}")
+            yield f"environment: {name}={environ[name]!r}; expected {', '.join(values)}"
     if environ.get(REMOTE) == "none" and job.several_nodes and job.sharding == "full":
-        made.problems.append(
+        yield (
             f"environment: {REMOTE}=none, but with `odc.sharding: full` the ranks of all nodes read each "
             f"other's memory; unset {REMOTE}, or use `odc.sharding: hybrid`"
-        )
-    if environ.get(HCA_LIST) and environ.get(HCA_MAPPING):
-        made.warnings.append(
-            f"{HCA_LIST} and {HCA_MAPPING} are both set: NVSHMEM takes the list and ignores the mapping"
         )
 
 

@@ -319,6 +319,11 @@ def make_plan(
     )
 
 
+def job_of(request: Request, *, several_nodes: bool) -> Job:
+    """What of a request matters for the variables of libraries."""
+    return Job(request.transport, request.sharding, several_nodes, request.interface)
+
+
 def _node_settings(
     request: Request, environ: Mapping[str, str], machine: Machine, here: Place
 ) -> NodeSettings:
@@ -329,13 +334,9 @@ def _node_settings(
     """
     if machine.node is None:
         return NodeSettings()
-    job = Job(
-        transport=request.transport,
-        sharding=request.sharding,
-        several_nodes=here.world_size != here.local_world_size,
-        interface=request.interface,
+    made = node_settings(
+        machine.node, environ, job_of(request, several_nodes=here.world_size != here.local_world_size)
     )
-    made = node_settings(machine.node, environ, job)
     if made.problems:
         raise ConfigError(*made.problems)
     return made

@@ -20,6 +20,10 @@ from odc_launcher.plan import (
 
 _SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD", re.IGNORECASE)
 _DEVICE_NAMES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+_LATER = (
+    "interfaces, NVSHMEM's variables and cores are decided on each node, by the odc-launch that starts the "
+    "ranks there; `srun ... odc-launch --plan ...` or `odc-launch doctor` shows them"
+)
 
 
 def render_job(plan: JobPlan, environ: Mapping[str, str]) -> str:
@@ -85,6 +89,7 @@ def describe(plan: JobPlan | LaunchPlan, environ: Mapping[str, str]) -> dict[str
         "signals": [number.name for number in parse_signals(request.signals)[0]],
         "config": request.config_path,
         "config_hash": request.config_hash,
+        "notes": [_LATER],
         "env": {name: mask(name, value) for name, value in merged.items()},
         "env_expand": dict(request.env_expand),
         "command": list(plan.argv),
@@ -121,9 +126,9 @@ def render_plan(plan: JobPlan | LaunchPlan, environ: Mapping[str, str], form: st
         ranks = host["ranks"]
         told = "as SLURM places them" if ranks is None else ", ".join(map(str, ranks))
         lines.append(f"host {host['host']}: ranks {told}")
+    lines += [f"note: {note}" for note in (plan.notes if isinstance(plan, LaunchPlan) else [_LATER])]
     if isinstance(plan, LaunchPlan):
         lines += [f"sets {item.name}={item.value}: {item.reason}" for item in plan.settings]
-        lines += [f"note: {note}" for note in plan.notes]
         lines += [f"cores of rank {rank.rank}: {_cores(rank)}" for rank in plan.ranks if _cores(rank)]
     lines += [f"warning: {warning}" for warning in plan.warnings]
     text = render(plan, environ) if isinstance(plan, LaunchPlan) else render_job(plan, environ)

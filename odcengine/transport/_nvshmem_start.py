@@ -6,6 +6,7 @@ without a word, so what is running already is adopted only where rank and size a
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ import torch
 import torch.distributed as dist
 
 from odcengine.errors import ConfigError, OdcError
+from odcengine.transport._nvshmem_vmm import choose_vmm, gather_texts
 from odcengine.transport.heap import SIZE_VARIABLE, plan_heap
 
 logger = logging.getLogger(__name__)
 
 _VMM_HINT = (
-    "On some virtual machines NVSHMEM's heap needs NVSHMEM_DISABLE_CUDA_VMM=1: set it and start again (then "
-    f"{SIZE_VARIABLE} is a hard limit)"
+    "On some virtual machines NVSHMEM's heap needs NVSHMEM_DISABLE_CUDA_VMM=1 (a trial at the start sets it, "
+    f"unless it is set; the log says what was found): set it and start again. Then {SIZE_VARIABLE} is a hard "
+    "limit"
 )
 
 
@@ -71,11 +74,17 @@ def start_nvshmem(
         f"{found.nvshmem4py_version}"
     )
     _compare_versions(version, rank, world_size, host_group)
+    mismatch = compare_with_wheel(str(found.libnvshmem_version), torch.version.cuda)
+    if rank == 0 and mismatch is not None:
+        logger.warning("%s", mismatch)
     library = Nvshmem(core, bindings, version)
     if core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED:
         _adopt(library, rank, world_size)
         return library
     size, reason = plan_heap(needed, os.environ)
+    found_out = choose_vmm(rank, world_size, device.index, host_group)
+    if rank == 0 and found_out is not None:
+        logger.info("%s", found_out)
     os.environ[SIZE_VARIABLE] = str(size)
     if rank == 0:
         logger.info("%s; %s=%d (%s)", version, SIZE_VARIABLE, size, reason)
@@ -83,11 +92,35 @@ def start_nvshmem(
     return library
 
 
+def compare_with_wheel(host_version: str, cuda: str | None) -> str | None:
+    """What is wrong with the host library that is loaded, compared with the installed wheel.
+
+    The wheel has host library, device library and plugins of one version; a host library from elsewhere
+    (``LD_LIBRARY_PATH``, a module of the cluster) runs with the plugins and the device code of another.
+
+    Args:
+        host_version: of the loaded library, such as ``3.4.5``.
+        cuda: the CUDA that torch was built for, such as ``12.8``.
+
+    Returns:
+        The mismatch with both versions and the remedy; None where they agree or there is no wheel.
+    """
+    name = f"nvidia-nvshmem-cu{(cuda or '12').partition('.')[0]}"
+    try:
+        wheel = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if wheel.split(".")[:3] == host_version.split(".")[:3]:
+        return None
+    return (
+        f"NVSHMEM: the loaded host library is {host_version}, but device library and plugins come from "
+        f"{name} {wheel}; take the other one out of LD_LIBRARY_PATH (or unload its module), or install "
+        f"{name}=={host_version}"
+    )
+
+
 def _compare_versions(version: str, rank: int, world_size: int, group: dist.ProcessGroup) -> None:
-    text = version.encode().ljust(256)[:256]
-    rows = [torch.zeros(256, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(rows, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=group)
-    versions = [bytes(row.tolist()).decode().strip() for row in rows]
+    versions = gather_texts(version, world_size, group)
     odd = [other for other, text in enumerate(versions) if text != versions[0]]
     if odd:
         raise ConfigError(
