@@ -11,17 +11,20 @@ The problem is makespan scheduling; the search is a greedy start and exchanges b
 3. Few samples leave few ways to balance: a kick passes samples around between the last rank and some others,
    and sweeps follow; what is not better is forgotten.
 
-It ends within :data:`TOLERANCE` of the lower bound, or when its allowance is used up. Integers only, and the
-same on every machine: see ``exchange.py``.
+It ends within a tolerance of the lower bound, or when its allowance is used up. Integers only, and the same
+on every machine: see ``exchange.py``.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from odcengine.balance.exchange import Exchange, Pair, Ranks, best_exchanges
+import numpy as np
+
+from odcengine.balance.exchange import ListShares, Shares
+from odcengine.balance.exchange_numpy import ArrayShares
 
 TOLERANCE = 1e-4
 """The search ends at that much above the lower bound, as a share of it: far below the noise of real times."""
@@ -31,15 +34,18 @@ PACE = 1024
 
 _MAX_SLOWNESS = 64
 _RANK_BITS = 20
+_POSITION_BITS = 32
 _STEERED_SWEEPS = 3  # in which the last rank's partner is the first, and so on; random ones later
-_TOLERANCES = (1e-3, 3e-4, TOLERANCE)  # one after the other
-_PAIRS_PER_RANK = 16  # that are looked at, on average
-_MAX_PARTNERS = 16  # of a rank in a sweep
+_FIRST_TOLERANCES = (1e-3, 3e-4)  # one after the other, before the last one
+_PAIRS_PER_RANK = (16, 2, 4)  # that are looked at, on average, until each of them
+_MAX_PARTNERS, _MAX_PARTNERS_OF_MANY = 16, 8  # of a rank in a sweep, if ranks have few or many samples
 _PATIENCE, _PATIENCE_AFTER_KICK = 12, 3  # sweeps in which the last rank stays as it is
 _KICKS = 16
 _KICKED_SAMPLES = 256  # no kicks with more
-
-FindExchanges = Callable[[Ranks, Sequence[Pair], int], "list[Exchange | None]"]
+_RANKS_FOR_ARRAYS, _RANKS_FOR_BLOCKS = 8, 64
+_LEAST_BLOCK = 16
+_SAMPLES_FOR_NUMPY = 256
+_LARGEST_ARRAY = 1 << 22
 
 
 def paces_of(speeds: Sequence[float]) -> list[int]:
@@ -79,43 +85,76 @@ def lower_bound(
 
 
 def assign(
-    weights: Sequence[int], paces: Sequence[int], find: FindExchanges = best_exchanges
+    weights: Sequence[int],
+    paces: Sequence[int],
+    *,
+    tolerance: float = TOLERANCE,
+    use_numpy: bool | None = None,
 ) -> list[list[int]]:
     """Deal samples to ranks.
 
     Args:
-        weights: of the samples, falling; 1 to 2**24.
+        weights: of the samples; 1 to 2**24.
         paces: of the ranks, by :func:`paces_of`.
-        find: the implementation that finds exchanges.
+        tolerance: how far above the lower bound is near enough, as a share of it.
+        use_numpy: None to use it where that is faster. The result is the same.
 
     Returns:
         For each rank its samples, heaviest first.
     """
-    ranks = longest_first(weights, paces)
-    if weights:
-        _Search(ranks, find).run()
-    return _rotated(ranks)
+    order = heaviest_first(weights, use_numpy=use_numpy)
+    falling = [weights[sample] for sample in order]
+    in_blocks = len(set(paces)) == 1 and (len(paces) >= _RANKS_FOR_BLOCKS if use_numpy is None else use_numpy)
+    numbers = longest_first_numpy(falling, len(paces)) if in_blocks else longest_first(falling, paces)
+    if weights and len(paces) > 1:
+        fast = _arrays_are_faster(numbers) if use_numpy is None else use_numpy
+        search = _Search(falling, paces, tolerance, ArrayShares if fast else ListShares)
+        numbers = search.improved(numbers)
+    return _rotated([[order[number] for number in share] for share in numbers], sum(weights), paces)
 
 
-def _rotated(ranks: Ranks) -> list[list[int]]:
+def _arrays_are_faster(samples: list[list[int]]) -> bool:
+    """Whether there are many ranks, and none with so many samples that the rows would be mostly empty."""
+    return len(samples) >= _RANKS_FOR_ARRAYS and len(samples) * max(map(len, samples)) <= _LARGEST_ARRAY
+
+
+def heaviest_first(weights: Sequence[int], *, use_numpy: bool | None = None) -> list[int]:
+    """Positions of the weights, those of the heaviest first; of equal ones in their order."""
+    if use_numpy is False or (use_numpy is None and len(weights) < _SAMPLES_FOR_NUMPY):
+        return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
+    # Sorting one number made of both is several times faster than a stable sort.
+    keys = np.arange(len(weights), dtype=np.int64) - (np.array(weights, dtype=np.int64) << _POSITION_BITS)
+    keys.sort()
+    positions: list[int] = (keys & ((1 << _POSITION_BITS) - 1)).tolist()
+    return positions
+
+
+def _rotated(samples: list[list[int]], shift: int, paces: Sequence[int]) -> list[list[int]]:
     """Shares of samples, passed on among ranks of one pace.
 
     Else the first ranks would have the longest samples in every minibatch, and what those cost more or less
     than predicted would look like a difference between ranks.
     """
-    shift = sum(ranks.weights)
-    shares = ranks.samples.copy()
+    rotated = samples.copy()
     of_pace: dict[int, list[int]] = {}
-    for rank, pace in enumerate(ranks.paces):
+    for rank, pace in enumerate(paces):
         of_pace.setdefault(pace, []).append(rank)
     for alike in of_pace.values():
         for place, rank in enumerate(alike):
-            shares[alike[(place + shift) % len(alike)]] = ranks.samples[rank]
-    return shares
+            rotated[alike[(place + shift) % len(alike)]] = samples[rank]
+    return rotated
 
 
-def longest_first(weights: Sequence[int], paces: Sequence[int]) -> Ranks:
-    """The heaviest sample that is left goes to the rank that would be done with it first."""
+def longest_first(weights: Sequence[int], paces: Sequence[int]) -> list[list[int]]:
+    """The heaviest sample that is left goes to the rank that would be done with it first.
+
+    Args:
+        weights: of the samples, falling.
+        paces: of the ranks.
+
+    Returns:
+        For each rank its samples, heaviest first.
+    """
     samples: list[list[int]] = [[] for _ in paces]
     # A heap for all ranks of (about) one pace, with entries load * 2**20 + rank.
     heaps: dict[int, list[int]] = {}
@@ -130,98 +169,130 @@ def longest_first(weights: Sequence[int], paces: Sequence[int]) -> Ranks:
         entry = heap[0]
         samples[entry & mask].append(sample)
         heapq.heapreplace(heap, entry + (weight << _RANK_BITS))
-    ranks = Ranks(list(weights), list(paces), samples, [0] * len(paces), [0] * len(paces))
-    for rank, share in enumerate(samples):
-        ranks.give(rank, share)
-    return ranks
+    return samples
+
+
+def longest_first_numpy(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """:func:`longest_first` for ranks of one pace: the same, for many ranks at once.
+
+    In the order in which ranks are free, each takes one of the next samples, as long as none that has taken
+    one is free again before.
+    """
+    entries = np.arange(num_ranks, dtype=np.int64)  # as in the heap, rising
+    steps = np.array(weights, dtype=np.int64) << _RANK_BITS
+    owners = np.empty(len(steps), dtype=np.int64)
+    start = 0
+    while start < len(steps):
+        after = entries[: len(steps) - start] + steps[start : start + num_ranks]
+        again = np.minimum.accumulate(after)[:-1] < entries[1 : len(after)]
+        count = 1 + int(again.argmax()) if again.any() else len(after)
+        owners[start : start + count] = entries[:count]
+        entries[:count] = after[:count]
+        entries.sort()
+        start += count
+        if count < _LEAST_BLOCK:  # a few ranks take all that is left: one at a time
+            heap = entries.tolist()
+            for sample, step in enumerate(steps[start : start + num_ranks].tolist(), start):
+                owners[sample] = heap[0]
+                heapq.heapreplace(heap, heap[0] + step)
+            entries = np.sort(np.array(heap, dtype=np.int64))
+            start += num_ranks
+    owners &= (1 << _RANK_BITS) - 1
+    samples = np.argsort(owners, kind="stable").tolist()
+    stops = np.cumsum(np.bincount(owners, minlength=num_ranks)).tolist()
+    return [samples[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 class _Search:
-    """Improves an assignment in place."""
+    """Improves who has which samples."""
 
-    def __init__(self, ranks: Ranks, find: FindExchanges) -> None:
-        self._ranks = ranks
-        self._find = find
-        speeds = [1 / pace for pace in ranks.paces]
-        self._bound = lower_bound(ranks.weights, speeds)
-        self._target = self._bound * (1 + TOLERANCE)
+    def __init__(
+        self,
+        weights: Sequence[int],
+        paces: Sequence[int],
+        tolerance: float,
+        shares_type: type[Shares],
+    ) -> None:
+        self._weights = weights
+        self._paces = paces
+        self._shares_type = shares_type
+        self._bound = lower_bound(weights, [1 / pace for pace in paces])
+        self._tolerances = [first for first in _FIRST_TOLERANCES if first > tolerance] + [tolerance]
         # Two ranks are dealt their samples anew in the best of all ways if they have few.
-        self._max_pool = 12 if len(ranks.paces) <= 128 else 10
+        self._max_pool = 12 if len(paces) <= 128 else 10
+        few = 2 * len(weights) <= self._max_pool * len(paces)
+        self._max_partners = _MAX_PARTNERS if few else _MAX_PARTNERS_OF_MANY
         self._dice = 1
 
-    def run(self) -> None:
-        ranks = self._ranks
-        self._improve(ranks, _PATIENCE)
-        if len(ranks.weights) > _KICKED_SAMPLES or len(ranks.paces) < 3:
-            return
-        for _ in range(_KICKS):
-            if max(ranks.times) <= self._bound * (1 + _TOLERANCES[0]):
-                return
-            other = ranks.copy()
-            self._kick(other)
-            self._improve(other, _PATIENCE_AFTER_KICK)
-            if max(other.times) <= max(ranks.times):
-                ranks.samples, ranks.loads, ranks.times = other.samples, other.loads, other.times
+    def improved(self, samples: list[list[int]]) -> list[list[int]]:
+        """Samples of each rank, better ones than these."""
+        best = self._shares(samples)
+        self._improve(best, _PATIENCE)
+        if len(self._weights) <= _KICKED_SAMPLES and len(self._paces) > 2:
+            for _ in range(_KICKS):
+                if best.latest() <= self._bound * (1 + self._tolerances[0]):
+                    break
+                other = self._kicked(best)
+                self._improve(other, _PATIENCE_AFTER_KICK)
+                if other.latest() <= best.latest():
+                    best = other
+        return best.samples()
 
-    def _improve(self, ranks: Ranks, patience: int) -> None:
+    def _shares(self, samples: list[list[int]]) -> Shares:
+        return self._shares_type(self._weights, self._paces, samples)
+
+    def _improve(self, shares: Shares, patience: int) -> None:
         """Sweep until all ranks are done by the bound, the last one cannot be helped, or it was enough."""
-        self._allowance = _PAIRS_PER_RANK * len(ranks.paces)
-        for tolerance in _TOLERANCES:
-            self._target = self._bound * (1 + tolerance)
+        for tolerance, pairs_per_rank in zip(self._tolerances, _PAIRS_PER_RANK, strict=False):
+            target = self._bound * (1 + tolerance)
+            allowance = pairs_per_rank * len(self._paces)
             best, idle_sweeps, sweep = math.inf, 0, 0
-            while max(ranks.times) > self._target:
-                last = max(ranks.times)
+            while (last := shares.latest()) > target:
                 idle_sweeps = 0 if last < best else idle_sweeps + 1
-                if idle_sweeps > patience or self._allowance <= 0:
+                if idle_sweeps > patience or allowance <= 0:
                     return
                 best = last
-                if not self._sweep(ranks, shuffled=sweep >= _STEERED_SWEEPS):
+                num_pairs = self._sweep(shares, target, shuffled=sweep >= _STEERED_SWEEPS)
+                if not num_pairs:
                     return
+                allowance -= num_pairs
                 sweep += 1
 
-    def _sweep(self, ranks: Ranks, shuffled: bool) -> bool:
-        """Every late rank makes its best exchange with one of its partners; False where all was tried."""
-        order = sorted(range(len(ranks.paces)), key=ranks.times.__getitem__)
-        num_late = sum([time > self._target for time in ranks.times])
-        early, late = order[: len(order) - num_late], order[: -num_late - 1 : -1]
+    def _sweep(self, shares: Shares, target: float, *, shuffled: bool) -> int:
+        """Every late rank makes its best exchange with one of its partners.
+
+        Returns:
+            How many pairs were looked at; 0 where nothing is left to try.
+        """
+        late, early = shares.divide(target)
         late = late[: len(early)]
-        if not late:
-            return False
-        shift = self._random(len(early)) if shuffled else 0
-        num_partners = min(_MAX_PARTNERS, len(early) // len(late))
-        partners = [early[(place + shift) % len(early)] for place in range(num_partners * len(late))]
-        pairs = list(zip(late * num_partners, partners, strict=True))
-        self._allowance -= len(pairs)
-        found = self._find(ranks, pairs, self._max_pool)
-        for place in range(len(late)):
-            choices = [
-                (exchange.time, choice)
-                for choice, exchange in enumerate(found[place :: len(late)])
-                if exchange is not None
-            ]
-            if choices:
-                choice = place + min(choices)[1] * len(late)
-                self._apply(ranks, pairs[choice], found[choice])
+        if not len(late):
+            return 0
+        num_partners = min(self._max_partners, len(early) // len(late))
+        num_exchanges = shares.exchange(
+            late,
+            early,
+            shift=self._random(len(early)) if shuffled else 0,
+            num_partners=num_partners,
+            max_pool=self._max_pool,
+        )
         everybody_asked = len(late) == 1 and num_partners == len(early)
-        return not everybody_asked or any(found)
+        return 0 if everybody_asked and not num_exchanges else num_partners * len(late)
 
-    @staticmethod
-    def _apply(ranks: Ranks, pair: Pair, exchange: Exchange | None) -> None:
-        if exchange is not None:
-            ranks.give(pair[0], exchange.first)
-            ranks.give(pair[1], exchange.second)
-
-    def _kick(self, ranks: Ranks) -> None:
-        """Pass one sample each on around a ring of the last rank and one to three others."""
-        num_ranks = len(ranks.paces)
-        ring = [max(range(num_ranks), key=ranks.times.__getitem__)]
+    def _kicked(self, shares: Shares) -> Shares:
+        """One sample each passed on around a ring of the last rank and one to three others."""
+        samples, times = shares.samples(), shares.times()
+        num_ranks = len(samples)
+        ring = [max(range(num_ranks), key=times.__getitem__)]
         for _ in range(1 + self._random(3)):
             ring.append(self._random(num_ranks))
-        ring = [rank for rank in dict.fromkeys(ring) if ranks.samples[rank]]
-        picked = [ranks.samples[rank][self._random(len(ranks.samples[rank]))] for rank in ring]
+        ring = [rank for rank in dict.fromkeys(ring) if samples[rank]]
+        picked = [samples[rank][self._random(len(samples[rank]))] for rank in ring]
+        kicked = samples.copy()
         for place, rank in enumerate(ring):
-            kept = [sample for sample in ranks.samples[rank] if sample != picked[place]]
-            ranks.give(rank, sorted([*kept, picked[place - 1]]))
+            kept = [sample for sample in samples[rank] if sample != picked[place]]
+            kicked[rank] = sorted([*kept, picked[place - 1]])
+        return self._shares(kicked)
 
     def _random(self, below: int) -> int:
         """Pseudo-random numbers (a linear congruential generator): always the same sequence."""

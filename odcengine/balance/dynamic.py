@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Protocol
+
+from odcengine.balance.packing import Limits
 
 _SHARE = 2  # a bundle is at most this part, times the ranks, of the work that is left
 _MOST_PER_RANK = 32  # more and smaller bundles cost more than they even out
@@ -17,14 +18,6 @@ _TIMES_FIXED_COST = 8  # a bundle of several samples hides what every micro-batc
 # A micro-batch of so many tokens computes for as long as its parameters and gradients travel over NVLink:
 # some 8 bytes and 8 FLOP a token for each parameter, at 0.2 to 0.3 TB/s and 400 TFLOP/s, whatever the model.
 _HIDING_TOKENS = 2048
-
-
-class Limits(Protocol):
-    """Limits of a micro-batch."""
-
-    def allow(self, num_tokens: int, num_samples: int) -> bool:
-        """Whether a micro-batch may be so large."""
-        ...
 
 
 def make_bundles(

@@ -30,26 +30,24 @@ communication is on demand it can be skipped.
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from odcengine.balance.assign import FindExchanges, assign, lower_bound, paces_of
+from odcengine.balance.assign import TOLERANCE, lower_bound, paces_of
 from odcengine.balance.cost import CostModel
-from odcengine.balance.dynamic import deal_out, make_bundles
-from odcengine.balance.exchange import best_exchanges
+from odcengine.balance.packing import Group, Limits
+from odcengine.balance.strategies import dynamic, lb_micro, lb_mini, local_sort
 
 EQUAL_COUNT_STRATEGIES = ("local_sort", "lb_micro")
 STRATEGIES = (*EQUAL_COUNT_STRATEGIES, "lb_mini", "dynamic")
 
 Costs = Callable[[Sequence[int]], "npt.NDArray[np.float64]"]
-Group = list[int]
 
 _JSON_VERSION = 2
 _LARGEST_WEIGHT = 1 << 24
@@ -64,7 +62,8 @@ class Plan:
         strategy: one of :data:`STRATEGIES`.
         num_ranks: number of ranks.
         micro_batches: for each rank its micro-batches in order of execution; a micro-batch is a tuple of
-            positions in the list of lengths that the plan was made from. ``()`` is an empty micro-batch.
+            positions in the list of lengths that the plan was made from, rising. ``()`` is an empty
+            micro-batch.
         costs: for each rank the predicted cost of each of its micro-batches, same nesting.
         bound: no assignment of whole samples can be done earlier: the mean load or what the longest samples
             take, in the unit of the costs (``assign.lower_bound``).
@@ -211,7 +210,8 @@ def make_plan(
     max_samples: int | None = None,
     cost: Costs | None = None,
     speeds: Sequence[float] | None = None,
-    find: FindExchanges = best_exchanges,
+    tolerance: float = TOLERANCE,
+    use_numpy: bool | None = None,
 ) -> Plan:
     """Assign the samples of one minibatch to ranks and micro-batches.
 
@@ -225,8 +225,9 @@ def make_plan(
         max_samples: limit of samples in a micro-batch; None for no limit.
         cost: costs of sequences from their lengths; :meth:`CostModel.default` if None.
         speeds: relative speed of each rank, > 0; None for equal ones. ``local_sort`` takes no notice.
-        find: how ``lb_mini`` finds exchanges; ``exchange.best_exchanges_python`` does without numpy and gives
-            the same plan.
+        tolerance: how far above the bound is near enough for ``lb_mini``, as a share of it.
+        use_numpy: whether ``lb_mini`` searches and packs with numpy; None for where that is faster. The plan
+            is the same.
 
     Returns:
         The plan; every position of ``lengths`` is in it exactly once.
@@ -234,41 +235,36 @@ def make_plan(
     Raises:
         ValueError: an argument out of range, or a sample longer than ``max_tokens``, which no plan can place.
     """
-    lengths = [int(length) for length in lengths]
+    lengths = list(map(int, lengths))
     _check_arguments(lengths, num_ranks, strategy, max_tokens, max_samples, speeds)
     cost = cost or CostModel.default()
     per_micro_batch = cost.per_micro_batch if isinstance(cost, CostModel) else 0.0
     costs = np.asarray(cost(lengths), dtype=np.float64) if lengths else np.zeros(0)
-    limits = _Limits(lengths, max_tokens, max_samples)
+    limits = Limits(lengths, max_tokens, max_samples)
     weights = _integer_weights(costs + per_micro_batch * limits.share_of_group())
     paces = paces_of(speeds or [1.0] * num_ranks)
     if strategy == "local_sort":
-        ranks = _local_sort(weights, limits, num_ranks)
+        ranks = local_sort(weights, limits, num_ranks)
     elif strategy == "lb_micro":
-        ranks = _lb_micro(weights, limits, paces)
+        ranks = lb_micro(weights, limits, paces)
     elif strategy == "dynamic":
         fixed = round(per_micro_batch / costs.max() * _LARGEST_WEIGHT) if lengths else 0
-        ranks = _dynamic(weights, limits, speeds or [1.0] * num_ranks, fixed)
+        ranks = dynamic(weights, limits, speeds or [1.0] * num_ranks, fixed)
     else:
-        ranks = _lb_mini(weights, limits, paces, find)
-    cost_of = costs.tolist()
+        ranks = lb_mini(weights, limits, paces, tolerance=tolerance, use_numpy=use_numpy)
+    cost_of: list[float] = costs.tolist()
+
+    def cost_of_group(group: Group) -> float:
+        alone = cost_of[group[0]] if len(group) == 1 else math.fsum(map(cost_of.__getitem__, group))
+        return alone + per_micro_batch if group else 0.0
+
     return Plan(
         strategy=strategy,
         num_ranks=num_ranks,
-        micro_batches=tuple([tuple([tuple(sorted(group)) for group in rank]) for rank in ranks]),
-        costs=tuple(
-            [
-                tuple(
-                    [
-                        math.fsum([cost_of[sample] for sample in group]) + (per_micro_batch if group else 0.0)
-                        for group in rank
-                    ]
-                )
-                for rank in ranks
-            ]
-        ),
+        micro_batches=tuple([tuple([tuple(group) for group in rank]) for rank in ranks]),
+        costs=tuple([tuple([cost_of_group(group) for group in rank]) for rank in ranks]),
         bound=lower_bound(
-            sorted(cost_of, reverse=True),
+            np.sort(costs)[::-1].tolist(),
             speeds or [1.0] * num_ranks,
             per_micro_batch=per_micro_batch,
             num_micro_batches=limits.min_groups(),
@@ -322,194 +318,3 @@ def _integer_weights(costs: npt.NDArray[np.float64]) -> list[int]:
     scaled = np.rint(costs / costs.max() * _LARGEST_WEIGHT)
     weights: list[int] = np.maximum(1, scaled).astype(np.int64).tolist()
     return weights
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """What fits into one micro-batch."""
-
-    lengths: list[int]
-    max_tokens: int | None
-    max_samples: int | None
-
-    def allow(self, num_tokens: int, num_samples: int) -> bool:
-        return (self.max_tokens is None or num_tokens <= self.max_tokens) and (
-            self.max_samples is None or num_samples <= self.max_samples
-        )
-
-    def min_groups(self) -> int:
-        """At least so many micro-batches are needed for all samples; 1 for no samples."""
-        by_tokens = -(-sum(self.lengths) // self.max_tokens) if self.max_tokens else 1
-        by_samples = -(-len(self.lengths) // self.max_samples) if self.max_samples else 1
-        return max(1, by_tokens, by_samples)
-
-    def share_of_group(self) -> npt.NDArray[np.float64]:
-        """How much of a micro-batch each sample takes up; shape ``[n]``."""
-        shares = np.zeros(len(self.lengths))
-        if self.max_tokens is not None:
-            shares = np.asarray(self.lengths, dtype=np.float64) / self.max_tokens
-        if self.max_samples is not None:
-            shares = np.maximum(shares, 1.0 / self.max_samples)
-        return shares
-
-
-def _heaviest_first(weights: list[int], samples: Iterable[int]) -> Group:
-    # Sorting is stable: of equal ones the first comes first.
-    return sorted(sorted(samples), key=weights.__getitem__, reverse=True)
-
-
-def _weight(weights: list[int], group: Group) -> int:
-    return sum([weights[sample] for sample in group])
-
-
-# ---- local_sort ----------------------------------------------------------------------------------------
-
-
-def _local_sort(weights: list[int], limits: _Limits, num_ranks: int) -> list[list[Group]]:
-    share, rest = divmod(len(limits.lengths), num_ranks)
-    ranks: list[list[Group]] = []
-    start = 0
-    for rank in range(num_ranks):
-        stop = start + share + (rank < rest)
-        ordered = sorted(range(start, stop), key=lambda sample: (-limits.lengths[sample], sample))
-        ranks.append(_cut_in_order(ordered, limits))
-        start = stop
-    count = max(len(groups) for groups in ranks)
-    return [_split_to_count(groups, count, weights) for groups in ranks]
-
-
-def _cut_in_order(samples: Group, limits: _Limits) -> list[Group]:
-    """Cut a list of samples into micro-batches without changing its order."""
-    groups: list[Group] = []
-    num_tokens = 0
-    for sample in samples:
-        length = limits.lengths[sample]
-        if groups and limits.allow(num_tokens + length, len(groups[-1]) + 1):
-            groups[-1].append(sample)
-            num_tokens += length
-        else:
-            groups.append([sample])
-            num_tokens = length
-    return groups
-
-
-def _split_to_count(groups: list[Group], count: int, weights: list[int]) -> list[Group]:
-    """Split the heaviest micro-batches until there are ``count``; fill up with empty ones at the end."""
-    groups = list(groups)
-    while len(groups) < count:
-        splittable = [index for index, group in enumerate(groups) if len(group) > 1]
-        if not splittable:
-            groups.append([])
-            continue
-        index = max(splittable, key=lambda index: (_weight(weights, groups[index]), -index))
-        group = groups[index]
-        total = np.cumsum([weights[sample] for sample in group])
-        cut = 1 + int(np.argmin(np.abs(2 * total[:-1] - total[-1])))
-        groups[index : index + 1] = [group[:cut], group[cut:]]
-    return groups
-
-
-# ---- lb_micro ------------------------------------------------------------------------------------------
-
-
-def _lb_micro(weights: list[int], limits: _Limits, paces: list[int]) -> list[list[Group]]:
-    num_ranks = len(paces)
-    num_steps = -(-limits.min_groups() // num_ranks)
-    groups = _balanced_groups(weights, limits, paces * num_steps)
-    while groups is None:
-        num_steps += 1
-        groups = _balanced_groups(weights, limits, paces * num_steps)
-    ranks: list[list[Group]] = [[] for _ in paces]
-    for pace in sorted(set(paces)):
-        # Among ranks of one pace the heaviest micro-batches, one for each, make up the first step, and so on.
-        alike = [rank for rank in range(num_ranks) if paces[rank] == pace]
-        theirs = [groups[step * num_ranks + rank] for step in range(num_steps) for rank in alike]
-        theirs.sort(key=lambda group: (-_weight(weights, group), group))
-        loads = dict.fromkeys(alike, 0)
-        for step in range(num_steps):
-            by_load = sorted(alike, key=lambda rank: (loads[rank], rank))
-            of_step = theirs[step * len(alike) : (step + 1) * len(alike)]
-            for rank, group in zip(by_load, of_step, strict=True):
-                ranks[rank].append(group)
-                loads[rank] += _weight(weights, group)
-    return ranks
-
-
-def _balanced_groups(weights: list[int], limits: _Limits, paces: list[int]) -> list[Group] | None:
-    """A micro-batch for each of ``paces``, of similar time; None where a sample fits into none of them.
-
-    The heaviest sample first, into the one that is done earliest and has room.
-    """
-    groups: list[Group] = [[] for _ in paces]
-    num_tokens = [0] * len(paces)
-    loads = [0] * len(paces)
-    by_time = [(0, pace, index) for index, pace in enumerate(paces)]
-    heapq.heapify(by_time)
-    # Those that had no room for a sample wait here, the emptiest first, until a sample is short enough.
-    parked: list[tuple[int, int]] = []
-    for sample in _heaviest_first(weights, range(len(limits.lengths))):
-        length = limits.lengths[sample]
-        while parked and limits.allow(parked[0][0] + length, 1):
-            index = heapq.heappop(parked)[1]
-            heapq.heappush(by_time, (loads[index] * paces[index], paces[index], index))
-        while by_time:
-            index = by_time[0][2]
-            if limits.allow(num_tokens[index] + length, len(groups[index]) + 1):
-                break
-            heapq.heappop(by_time)
-            if limits.allow(1, len(groups[index]) + 1):
-                heapq.heappush(parked, (num_tokens[index], index))
-        if not by_time:
-            return None
-        groups[index].append(sample)
-        num_tokens[index] += length
-        loads[index] += weights[sample]
-        heapq.heapreplace(by_time, (loads[index] * paces[index], paces[index], index))
-    return groups
-
-
-# ---- lb_mini -------------------------------------------------------------------------------------------
-
-
-def _lb_mini(weights: list[int], limits: _Limits, paces: list[int], find: FindExchanges) -> list[list[Group]]:
-    order = _heaviest_first(weights, range(len(weights)))
-    shares = assign([weights[sample] for sample in order], paces, find)
-    ranks: list[list[Group]] = []
-    for share in shares:
-        groups = _first_fit_decreasing([order[number] for number in share], limits)
-        ranks.append(sorted(groups, key=lambda group: (-_weight(weights, group), group)))
-    return ranks
-
-
-def _dynamic(
-    weights: list[int], limits: _Limits, speeds: Sequence[float], per_micro_batch: int
-) -> list[list[Group]]:
-    bundles = make_bundles(weights, limits.lengths, limits, len(speeds), per_micro_batch, limits.max_tokens)
-    drawn = deal_out([_weight(weights, bundle) for bundle in bundles], speeds)
-    return [[bundles[number] for number in of_rank] for of_rank in drawn]
-
-
-def _first_fit_decreasing(samples: Group, limits: _Limits) -> list[Group]:
-    """Pack samples into few micro-batches: longest first, each into the first one that holds it."""
-    groups: list[Group] = []
-    num_tokens: list[int] = []
-    has_room: list[int] = []
-    max_tokens = math.inf if limits.max_tokens is None else limits.max_tokens
-    max_samples = math.inf if limits.max_samples is None else limits.max_samples
-    ordered = sorted(sorted(samples), key=limits.lengths.__getitem__, reverse=True)
-    shortest = limits.lengths[ordered[-1]] if ordered else 0
-    for sample in ordered:
-        length = limits.lengths[sample]
-        for index in has_room:
-            if num_tokens[index] + length <= max_tokens:
-                groups[index].append(sample)
-                num_tokens[index] += length
-                break
-        else:
-            index = len(groups)
-            groups.append([sample])
-            num_tokens.append(length)
-            has_room.append(index)
-        if num_tokens[index] + shortest > max_tokens or len(groups[index]) >= max_samples:
-            has_room.remove(index)
-    return groups

@@ -10,54 +10,82 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odcengine.balance.assign import PACE, assign, longest_first, lower_bound, paces_of
-from odcengine.balance.exchange import Exchange, Ranks, best_exchanges_numpy, best_exchanges_python
+from odcengine.balance.assign import (
+    PACE,
+    assign,
+    longest_first,
+    longest_first_numpy,
+    lower_bound,
+    paces_of,
+)
+from odcengine.balance.exchange import ListShares
+from odcengine.balance.exchange_numpy import ArrayShares
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 1 << 24)), max_size=40)
 
 
-def make_ranks(weights: Sequence[int], paces: Sequence[int], owners: Sequence[int]) -> Ranks:
-    falling = sorted(weights, reverse=True)
-    ranks = Ranks(falling, list(paces), [[] for _ in paces], [0] * len(paces), [0] * len(paces))
-    for rank in range(len(paces)):
-        ranks.give(rank, [sample for sample in range(len(falling)) if owners[sample] == rank])
-    return ranks
+def shares_of(
+    weights: Sequence[int], num_ranks: int, owners: Sequence[int]
+) -> tuple[list[int], list[list[int]]]:
+    """Falling weights, and of each rank its samples."""
+    held = [[s for s in range(len(weights)) if owners[s] == rank] for rank in range(num_ranks)]
+    return sorted(weights, reverse=True), held
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    weights=WEIGHTS,
-    paces=st.lists(st.sampled_from([PACE, PACE, 1100, 5000]), min_size=2, max_size=6),
-    max_pool=st.integers(0, 9),
+    weights=WEIGHTS.filter(bool),
+    paces=st.lists(st.sampled_from([PACE, PACE, 1100, 5000]), min_size=2, max_size=9),
+    max_pool=st.integers(0, 12),
     data=st.data(),
 )
-def test_numpy_finds_the_same_exchanges(
+def test_numpy_makes_the_same_exchanges(
     weights: list[int], paces: list[int], max_pool: int, data: st.DataObject
 ) -> None:
     owner = st.integers(0, len(paces) - 1)
     owners = data.draw(st.lists(owner, min_size=len(weights), max_size=len(weights)))
-    ranks = make_ranks(weights, paces, owners)
-    pairs = list(itertools.permutations(range(len(paces)), 2))
-    if not weights:
-        pairs = []
-    found = best_exchanges_python(ranks, pairs, max_pool)
-    assert best_exchanges_numpy(ranks, pairs, max_pool) == found
-    for (first, second), exchange in zip(pairs, found, strict=True):
-        if exchange is not None:
-            _check(ranks, first, second, exchange)
+    falling, held = shares_of(weights, len(paces), owners)
+    plain, fast = ListShares(falling, paces, held), ArrayShares(falling, paces, held)
+    for sweep in range(4):
+        target = data.draw(st.integers(min(plain.times()), max(plain.times())))
+        late, early = plain.divide(target)
+        assert [list(ranks) for ranks in fast.divide(target)] == [late, early]
+        late = late[: len(early)]
+        if not late:
+            break
+        before = plain.samples().copy(), plain.times().copy()
+        how = {
+            "shift": data.draw(st.integers(0, len(early) - 1)),
+            "num_partners": data.draw(st.integers(1, len(early) // len(late))),
+            "max_pool": max_pool,
+        }
+        num_exchanges = plain.exchange(late, early, **how)
+        assert fast.exchange(np.array(late), np.array(early), **how) == num_exchanges, sweep
+        assert fast.samples() == plain.samples()
+        assert fast.times() == plain.times()
+        assert fast.latest() == plain.latest() == max(plain.times())
+        check_exchanged(falling, paces, before, plain, late, num_exchanges)
 
 
-def _check(ranks: Ranks, first: int, second: int, exchange: Exchange) -> None:
-    """Its samples are those of the two ranks, its time is right, and earlier than before."""
-    before = ranks.samples[first] + ranks.samples[second]
-    assert sorted(exchange.first + exchange.second) == sorted(before)
-    assert exchange.first == sorted(exchange.first)
-    assert exchange.second == sorted(exchange.second)
-    times = [
-        sum(ranks.weights[sample] for sample in samples) * ranks.paces[rank]
-        for rank, samples in ((first, exchange.first), (second, exchange.second))
-    ]
-    assert exchange.time == max(times) < max(ranks.times[first], ranks.times[second])
+def check_exchanged(
+    weights: Sequence[int],
+    paces: Sequence[int],
+    before: tuple[list[list[int]], list[int]],
+    after: ListShares,
+    late: Sequence[int],
+    num_exchanges: int,
+) -> None:
+    """Every sample is somewhere, once; times are right; who took part in an exchange is done earlier."""
+    samples, times = after.samples(), after.times()
+    assert sorted(itertools.chain(*samples)) == list(range(len(weights)))
+    for share, pace, time in zip(samples, paces, times, strict=True):
+        assert share == sorted(share)
+        assert time == sum(weights[sample] for sample in share) * pace
+    changed = [rank for rank in range(len(paces)) if samples[rank] != before[0][rank]]
+    assert len(changed) == 2 * num_exchanges
+    assert len(set(changed) & set(late)) == num_exchanges
+    latest_before = max(before[1][rank] for rank in late)
+    assert all(times[rank] < latest_before for rank in changed)
 
 
 @settings(max_examples=100, deadline=None)
@@ -67,43 +95,83 @@ def _check(ranks: Ranks, first: int, second: int, exchange: Exchange) -> None:
     bits=st.integers(0, 255),
 )
 def test_exchanges_are_the_best_of_their_kind(weights: list[int], second_pace: int, bits: int) -> None:
-    ranks = make_ranks(weights, [PACE, second_pace], [bits >> sample & 1 for sample in range(len(weights))])
+    falling, held = shares_of(weights, 2, [bits >> sample & 1 for sample in range(len(weights))])
+    shares = ListShares(falling, [PACE, second_pace], held)
 
     def time_of(kept: set[int]) -> int:
-        mine = sum(ranks.weights[sample] for sample in kept)
+        mine = sum(falling[sample] for sample in kept)
         return max(mine * PACE, (sum(weights) - mine) * second_pace)
 
     everything = range(len(weights))
     best_split = min(
         time_of(set(kept)) for count in range(9) for kept in itertools.combinations(everything, count)
     )
-    mine, theirs = set(ranks.samples[0]), set(ranks.samples[1])
+    mine, theirs = map(set, held)
     best_swap = min(
         time_of((mine - give) | take)
         for give in [set[int](), *({sample} for sample in mine)]
         for take in [set[int](), *({sample} for sample in theirs)]
     )
     for max_pool, best in ((8, best_split), (0, best_swap)):
-        (found,) = best_exchanges_python(ranks, [(0, 1)], max_pool)
-        assert (max(ranks.times) if found is None else found.time) == best
+        found = shares.best_exchange(0, 1, max_pool)
+        assert (shares.latest() if found is None else found.time) == best
 
 
 @settings(max_examples=60, deadline=None)
-@given(weights=WEIGHTS, speeds=st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.93]), min_size=1, max_size=7))
+@given(weights=WEIGHTS, speeds=st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.93]), min_size=1, max_size=9))
 def test_both_assign_alike_and_everything_once(weights: list[int], speeds: list[float]) -> None:
-    weights = sorted(weights, reverse=True)
     paces = paces_of(speeds)
-    shares = assign(weights, paces, best_exchanges_python)
-    assert assign(weights, paces, best_exchanges_numpy) == shares == assign(weights, paces)
+    shares = assign(weights, paces, use_numpy=False)
+    assert assign(weights, paces, use_numpy=True) == shares == assign(weights, paces)
     assert sorted(itertools.chain(*shares)) == list(range(len(weights)))
-    start = max(longest_first(weights, paces).times)
-    times = [sum(weights[s] for s in share) * pace for share, pace in zip(shares, paces, strict=True)]
-    assert max(times) <= start
+    for share in shares:
+        assert [weights[sample] for sample in share] == sorted([weights[s] for s in share], reverse=True)
+    falling = sorted(weights, reverse=True)
+
+    def latest(weights: list[int], shares: list[list[int]]) -> int:
+        return max(sum(weights[s] for s in share) * pace for share, pace in zip(shares, paces, strict=True))
+
+    assert latest(weights, shares) <= latest(falling, longest_first(falling, paces))
+
+
+@pytest.mark.parametrize("scale", ["alike", "long_tail", "one_takes_all"])
+def test_the_longest_first_of_numpy_is_the_same(scale: str) -> None:
+    dice = np.random.default_rng(4)
+    for num_ranks, count in ((1, 5), (3, 2), (64, 64), (64, 1000), (100, 333)):
+        weights = dice.integers(1, 9, count)
+        if scale == "long_tail":
+            weights = np.rint(np.minimum(dice.lognormal(3, 2, count), 1 << 24)).astype(np.int64) + 1
+        elif scale == "one_takes_all":
+            weights[: num_ranks - 1] = 1 << 24
+        falling = sorted(weights.tolist(), reverse=True)
+        assert longest_first_numpy(falling, num_ranks) == longest_first(falling, [PACE] * num_ranks)
+    assert longest_first_numpy([], 3) == [[], [], []]
+
+
+@pytest.mark.parametrize("num_ranks", [70, 300])
+def test_many_ranks_get_the_same_with_and_without_numpy(num_ranks: int) -> None:
+    for samples_per_rank in (3, 11):
+        dice = np.random.default_rng([num_ranks, samples_per_rank])
+        weights = np.rint(dice.gamma(4.5, 1000.0, num_ranks * samples_per_rank)).astype(int) + 1
+        shares = assign(weights.tolist(), [PACE] * num_ranks)
+        assert assign(weights.tolist(), [PACE] * num_ranks, use_numpy=False) == shares
+
+
+def test_a_tolerance_ends_the_search_early() -> None:
+    dice = np.random.default_rng(0)
+    weights = np.rint(dice.gamma(4.5, 1e5, 64)).astype(int).tolist()
+    bound = lower_bound(sorted(weights, reverse=True), [1.0] * 8)
+
+    def above(**options: float) -> float:
+        return max(sum(weights[s] for s in share) for share in assign(weights, [PACE] * 8, **options)) / bound
+
+    assert above() <= 1.001
+    assert 1.001 < above(tolerance=0.02) <= 1.02
 
 
 def test_longest_first_asks_who_is_done_first() -> None:
     """The fast rank takes the first two: 4 after 4 units of work, 3 more make 7 < 3 * 3."""
-    assert longest_first([4, 3, 1], [PACE, 3 * PACE]).samples == [[0, 1], [2]]
+    assert longest_first([4, 3, 1], [PACE, 3 * PACE]) == [[0, 1], [2]]
 
 
 def test_extreme_speeds_are_limited() -> None:
