@@ -95,8 +95,11 @@ def _pack_in_python(samples: Group, weights: Sequence[int], limits: Limits) -> l
     """:func:`pack` for one rank."""
     groups = _first_fit(samples, limits)
     if len(groups) > 1:
-        groups = _evened(samples, len(groups), weights, limits) or groups
-        groups.sort(key=lambda group: sum([weights[sample] for sample in group]), reverse=True)
+        groups, loads = _evened(samples, len(groups), weights, limits) or (
+            groups,
+            [sum([weights[sample] for sample in group]) for group in groups],
+        )
+        groups = [groups[index] for index in sorted(range(len(groups)), key=loads.__getitem__, reverse=True)]
     return [sorted(group) for group in groups]
 
 
@@ -124,17 +127,23 @@ def _first_fit(samples: Group, limits: Limits) -> list[Group]:
     return groups
 
 
-def _evened(samples: Group, count: int, weights: Sequence[int], limits: Limits) -> list[Group] | None:
-    """Each sample into the lightest of ``count`` micro-batches that has room; None where none has."""
+def _evened(
+    samples: Group, count: int, weights: Sequence[int], limits: Limits
+) -> tuple[list[Group], list[int]] | None:
+    """Each sample into the lightest of ``count`` micro-batches that has room; None where none has.
+
+    Returns:
+        The micro-batches and their weights.
+    """
     groups: list[Group] = [[] for _ in range(count)]
-    num_tokens = [0] * count
+    num_tokens, loads = [0] * count, [0] * count
     max_tokens, max_samples = limits.most_tokens, limits.most_samples
     by_load = [(0, index) for index in range(count)]  # a heap
     for sample in samples:
         length = limits.lengths[sample]
         full = []
         while by_load:
-            load, index = by_load[0]
+            index = by_load[0][1]
             if num_tokens[index] + length <= max_tokens and len(groups[index]) < max_samples:
                 break
             full.append(heapq.heappop(by_load))
@@ -142,10 +151,11 @@ def _evened(samples: Group, count: int, weights: Sequence[int], limits: Limits) 
             return None
         groups[index].append(sample)
         num_tokens[index] += length
-        heapq.heapreplace(by_load, (load + weights[sample], index))
+        loads[index] += weights[sample]
+        heapq.heapreplace(by_load, (loads[index], index))
         for entry in full:
             heapq.heappush(by_load, entry)
-    return groups
+    return groups, loads
 
 
 # ---- all ranks at once ---------------------------------------------------------------------------------

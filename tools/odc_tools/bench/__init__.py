@@ -1,9 +1,9 @@
-"""``odc bench``: how fast communication and training are on this machine, against what torch has itself.
+"""``odc bench``: how fast communication, training and planning are on this machine, against others.
 
 ``odc bench primitives`` measures pulls and pushes, ``odc bench training`` whole minibatches. Both run on the
 ranks that torchrun or odc-launch has started, or start them on this machine. All that is compared lies in one
-process and takes turns, warm: what runs first on a fresh allocator is up to 20% slower. See
-``docs/benchmarking.md``.
+process and takes turns, warm: what runs first on a fresh allocator is up to 20% slower. ``odc bench balance``
+measures the planner, in this process. See ``docs/benchmarking.md``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from odcengine.errors import ConfigError
 from odcengine.topology import read_rank_info
 
-TASKS = ("primitives", "training")
+TASKS = ("primitives", "training", "balance")
 _MODULE = "odc_tools.bench.ranks"
 
 
@@ -31,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_primitives(tasks.add_parser("primitives", help=text, description=text, allow_abbrev=False))
     text = "minibatches of a model on demand, against FSDP2 and against no communication at all"
     _add_training(tasks.add_parser("training", help=text, description=text, allow_abbrev=False))
+
+    from odc_tools.bench import balance
+
+    text = "plans of minibatches on 8 to 1024 ranks: how near to the bound, how fast; no GPU and no torch"
+    balance.add_arguments(
+        tasks.add_parser("balance", help=text, description=text, allow_abbrev=False), _list_of(int)
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser, task: str) -> None:
@@ -128,6 +135,10 @@ def run(options: argparse.Namespace) -> int:  # noqa: RET503
         0 if everything was measured and right.
     """
     check_options(options)
+    if options.task == "balance":
+        from odc_tools.bench import balance
+
+        return balance.run(options)
     if read_rank_info().source != "single process":
         from odc_tools.bench import ranks
 
@@ -161,7 +172,8 @@ def check_options(options: argparse.Namespace) -> None:
     problems = [
         f"--{name.replace('_', '-')} {value}: it must be {least:g} or more"
         for name, least in _LEAST.items()
-        if (value := getattr(options, name, None)) is not None and not least <= value < math.inf
+        if (value := getattr(options, name, None)) is not None
+        and not all(least <= number < math.inf for number in (value if isinstance(value, list) else [value]))
     ]
     folder = Path(options.json).absolute().parent
     if not folder.is_dir():
@@ -172,6 +184,10 @@ def check_options(options: argparse.Namespace) -> None:
             for size in options.sizes_mib
             if not 0 < size <= 512
         ]
+    elif options.task == "balance":
+        from odc_tools.bench import balance
+
+        problems += balance.problems_of(options)
     elif not problems:
         from odc_tools.bench.schedule import check_training
 
@@ -187,6 +203,7 @@ _LEAST = {
     "repeats": 1,
     "matrix": 16,
     "sequences": 1,
+    "samples": 1,
     "minibatches": 1,
     "max_tokens": 1,
     "max_samples": 1,

@@ -10,20 +10,17 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from odcengine._version import __version__
+from odc_tools.bench.record import describe as record_of
+from odc_tools.bench.record import write as write_record
 from odcengine.control import ControlBlock, Phase
 from odcengine.device import choose_device
 from odcengine.errors import ConfigError
@@ -165,50 +162,18 @@ def make_transport(name: str | None, control: ControlBlock, device: torch.device
 
 def describe(options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """What was measured on what: the head of a result file."""
-    packages = ("torch", "triton", "transformers", "numpy")
-    versions: dict[str, str | None] = {"odcengine": __version__, "python": platform.python_version()}
-    for name in packages:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
+    record = record_of(options, ("torch", "triton", "transformers", "numpy"))
     if ranks.on_gpu:
-        versions["cuda"] = torch.version.cuda
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {
-        "task": options.task,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "arguments": {name: value for name, value in vars(options).items() if name != "task"},
-        "commit": options.commit or _commit(),
-        "versions": versions,
-        "device": torch.cuda.get_device_name(ranks.device) if ranks.on_gpu else platform.machine() + " CPU",
-        "ranks": ranks.world_size,
-    }
-
-
-def _commit() -> str | None:
-    """The commit of the code, with a plus where it was changed since; None where git cannot tell."""
-
-    def git(*words: str) -> str:
-        folder = Path(__file__).resolve().parent
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
-        )
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
+        record["versions"]["cuda"] = torch.version.cuda
+        record["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        record["device"] = torch.cuda.get_device_name(ranks.device)
+    return record | {"ranks": ranks.world_size}
 
 
 def write(record: dict[str, Any], file: str, ranks: Ranks) -> None:
     """Write the result, whole or not at all; rank 0 only."""
     if ranks.rank == 0:
-        path = Path(file).absolute()
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_record(record, file)
 
 
 def run(options: argparse.Namespace) -> int:
