@@ -118,7 +118,16 @@ def test_training(tmp_path: Path) -> None:
 def test_plans_with_costs_of_the_warm_up(tmp_path: Path) -> None:
     file = tmp_path / "learned.json"
     words = ["--device", "cpu", "--workload", "longalign", "--shape", "tiny", "--length-scale", "0.004"]
-    words += ["--seeds", "0-5", "--rounds", "1", "--learn-costs", "--methods", "fsdp2/lb_micro", "odc/lb_mini"]
+    words += [
+        "--seeds",
+        "0-5",
+        "--rounds",
+        "1",
+        "--learn-costs",
+        "--methods",
+        "fsdp2/lb_micro",
+        "odc/lb_mini",
+    ]
     done = bench("training", *words, "--json", str(file), cwd=tmp_path)
     record = result(done, file)
     learned = record["learned"]
