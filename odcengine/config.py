@@ -344,6 +344,11 @@ class Odc(_Section):
         le=MAX_SECONDS,
         description="Longest time in seconds until every rank has started.",
     )
+    manage_gc: bool = Field(
+        default=True,
+        description="Python's cyclic garbage collector runs at the boundary of minibatches instead of inside "
+        "of them, where a full collection would stop a rank for up to half a second.",
+    )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_block_classes)] = Field(
         default="auto",
         description="Class names of the blocks that are sharded and pulled one by one; auto: the "

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from odcengine._garbage import QuietGarbage
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.data import MicroBatch, MinibatchLoader
@@ -92,6 +93,7 @@ class OdcEngine:
         self._loader = loader
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
+        self._garbage = QuietGarbage(config.odc.manage_gc)
         self._closed = False
         if loader is not None:
             loader.before_draw = functools.partial(job.device.wait_for_backlog, job.control)
@@ -164,6 +166,7 @@ class OdcEngine:
             if self._loader is not None and self._loader.is_dummy:
                 # A stand-in that keeps collectives in step: run it, but let it add nothing.
                 loss, count = loss * 0.0, 0.0
+            self._garbage.pause()  # an evaluation may be long and need it
             with self._device.computing(), self._sharding.counted_backward():
                 loss.backward()  # type: ignore[no-untyped-call]
             self._pending_counts.clear()
@@ -288,6 +291,7 @@ class OdcEngine:
         with control.phase(Phase.PUBLISH):
             self._sharding.release()
             self._sharding.publish(Changed.TRAINABLE if applied else Changed.NONE)
+        self._garbage.collect()
         return agreed, applied, boundary_start
 
     def _end_ahead(self, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
@@ -317,6 +321,7 @@ class OdcEngine:
         with control.phase(Phase.PUBLISH):
             self._sharding.release()
             self._sharding.publish(Changed.TRAINABLE if count else Changed.NONE)
+        self._garbage.collect()
         with control.phase(Phase.FETCH):
             loss_sum, squared_norm, *faults = fetch(control)
             self._sharding.raise_faults(faults)
@@ -507,6 +512,7 @@ class OdcEngine:
 
     def _leave(self) -> None:
         self._closed = True
+        self._garbage.close()
         atexit.unregister(self._at_exit)
 
     def __del__(self) -> None:

@@ -82,7 +82,7 @@ def main() -> None:
         descriptors = [
             _kernels.TensorDescriptor.from_tensor(owner.view(-1, 256), [lines, 256]) for owner in owners
         ]
-        descriptors += descriptors[-1:] * (_kernels.MAX_BULK_ROWS - world_size)
+        descriptors += [None] * (_kernels.MAX_BULK_ROWS - world_size)
         for programs in (8, 16, 24, 32):
             show(
                 f"bulk {lines}x256, {warps} warps, {programs} CTAs",

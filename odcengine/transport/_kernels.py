@@ -85,7 +85,7 @@ def bulk_add_kernel(
     """Add each row of ``source`` to the memory of its owner by the tensor memory accelerator's reductions.
 
     ``lines0`` and so on are descriptors of the owners' memory as float32 [count // WIDTH, WIDTH] in blocks of
-    HEIGHT lines; those past ROWS are not used. A few programs of this kernel move as much as very many of
+    HEIGHT lines; those past ROWS are None. A few programs of this kernel move as much as very many of
     :func:`scatter_add_kernel`, and take less from a computation beside them. Neighbouring blocks belong to
     different rows, as there.
     """

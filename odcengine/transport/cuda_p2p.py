@@ -75,6 +75,9 @@ class CudaP2PTransport(Transport):
         self._offsets: list[int] = []  # [window]: where it lies in every arena
         self._views: list[list[torch.Tensor | None]] = []  # [window][peer]: [M, n]; None: not mapped here
         self._addresses: list[torch.Tensor] = []  # [window]: int64 [W], where each shard's row lies
+        self._sources: list[
+            list[tuple[int, torch.Tensor]]
+        ] = []  # [window]: others' shards, where all are mapped
         self._lines: dict[int, list[Any]] = {}  # [window]: all owners' rows, for bulk reductions
         self._compiled: dict[tuple[int, torch.dtype], Any] = {}
         self._bulk = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -82,6 +85,7 @@ class CudaP2PTransport(Transport):
         self._handle: Any = None
         self._seen_by_host = [-1] * grid.node_size
         self._seen_by_stream: dict[tuple[int, int], int] = {}
+        self._all_seen_by_stream: dict[int, int] = {}
         self._pull_streams: dict[int, torch.cuda.Stream] = {}
         self._push_stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         # For each push in flight: its source is ready, it is added.
@@ -148,6 +152,14 @@ class CudaP2PTransport(Transport):
                     addresses[shard] = arena.data_ptr() + within
         own = views[self.grid.local]
         assert own is not None  # a rank's own memory is there
+        self._sources.append(
+            [
+                (row[peer], view[node])
+                for peer in self.grid.visits()
+                for node, row in enumerate(self.grid.shards)
+                if (view := views[peer]) is not None and (node, peer) != (self.grid.node, self.grid.local)
+            ]
+        )
         self._offsets.append(offset)
         self._views.append(views)
         self._addresses.append(torch.tensor(addresses, device=self._device))
@@ -212,6 +224,23 @@ class CudaP2PTransport(Transport):
         self._pull_streams.setdefault(stream.cuda_stream, stream)
         self.traffic.num_pulls += 1
         self.traffic.pulled_bytes += out.numel() * out.element_size()
+
+    def gather(self, window: Window, out: torch.Tensor, epoch: int) -> float:
+        if not self._all_mapped:
+            return super().gather(window, out, epoch)
+        # Once a layer and pass: what the host does here counts.
+        stream = torch.cuda.current_stream(self._device)
+        if self._all_seen_by_stream.get(stream.cuda_stream, -1) < epoch:
+            for peer in self.grid.visits():
+                self.wait_published(peer, epoch)
+            self._all_seen_by_stream[stream.cuda_stream] = epoch
+        self._pull_streams.setdefault(stream.cuda_stream, stream)
+        sources, rows = self._sources[window.index], out.unbind(0)
+        for shard, source in sources:
+            rows[shard].copy_(source, non_blocking=True)
+        self.traffic.num_pulls += len(sources)
+        self.traffic.pulled_bytes += len(sources) * rows[0].numel() * rows[0].element_size()
+        return 0.0
 
     def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
         self._push(window, source[None], offset, self.grid.shards[node][peer])
@@ -310,7 +339,7 @@ class CudaP2PTransport(Transport):
             compiled[grid](*arguments, stream=self._push_stream.cuda_stream)
 
     def _describe_lines(self, window: Window) -> list[Any]:
-        """The owners' rows as whole lines, in the order of shards; the last again where fewer are needed."""
+        """The owners' rows as whole lines, in the order of shards; None where fewer are needed."""
         height = window.spec.shape[1] // _LINE
         lines: dict[int, Any] = {}
         for peer, view in enumerate(self._views[window.index]):
@@ -318,7 +347,8 @@ class CudaP2PTransport(Transport):
             matrix = view[0, : height * _LINE].view(height, _LINE)
             lines[self.grid.shards[0][peer]] = _kernels.TensorDescriptor.from_tensor(matrix, [_LINES, _LINE])
         ordered = [lines[shard] for shard in sorted(lines)]
-        return ordered + ordered[-1:] * (_kernels.MAX_BULK_ROWS - len(ordered))
+        # Each launch encodes every descriptor that it gets anew.
+        return ordered + [None] * (_kernels.MAX_BULK_ROWS - len(ordered))
 
     # -- flags and the barrier ---------------------------------------------------------------------------
 
@@ -400,6 +430,7 @@ class CudaP2PTransport(Transport):
             self.control.failure_listeners.remove(self.abort)
         self._windows.clear()
         self._views.clear()
+        self._sources.clear()
         self._addresses.clear()
         self._lines.clear()
         self._compiled.clear()
