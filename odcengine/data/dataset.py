@@ -234,6 +234,8 @@ class TokenDataset:
             ConfigError: no such directory, another format or version, damaged files, or no pyarrow.
         """
         path = Path(path)
+        if hint := _raw_data(path):
+            raise ConfigError(f"{path}: {hint}")
         try:
             meta = json.loads((path / _META).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -370,6 +372,24 @@ def is_dataset(path: Path) -> bool:
     return isinstance(meta, dict) and meta.get("format") == _FORMAT
 
 
+def _raw_data(path: Path) -> str | None:
+    """What to do where a path names raw data instead of tokens; None where it does not look like that."""
+    if str(path).startswith("hf:"):
+        what = "a data set of the Hugging Face hub"
+    elif path.is_file():
+        what = "a file"
+    elif any((path / name).exists() for name in ("state.json", "dataset_dict.json", "dataset_info.json")):
+        what = "a data set of Hugging Face"
+    elif not (path / _META).exists() and any((*path.glob("*.parquet"), *path.glob("*/*.parquet"))):
+        what = "a directory of Parquet files"
+    else:
+        return None
+    return (
+        f"it is {what}, but training reads tokens; make them once, on one node, with "
+        f"odc prepare {path} --tokenizer PATH --out DIR, and name DIR here"
+    )
+
+
 def import_pyarrow() -> Any:
     """The module pyarrow.
 
@@ -424,30 +444,40 @@ def _checked(
 ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]]:
     """Tokens and loss mask of each sample, checked."""
     for index, sample in enumerate(samples):
-        tokens = np.asarray(sample["input_ids"])
-        if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
+        try:
+            yield check_sample(sample)
+        except UsageError as error:
+            raise UsageError(f"sample {index}: {error}") from error
+
+
+def check_sample(sample: Mapping[str, Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
+    """Tokens and loss mask of a sample.
+
+    Args:
+        sample: as :meth:`TokenDataset.write` takes it.
+
+    Raises:
+        UsageError: tokens, mask or labels that cannot be.
+    """
+    tokens = np.asarray(sample["input_ids"])
+    if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
+        raise UsageError(
+            f"input_ids has shape {list(tokens.shape)} and type {tokens.dtype}, but must be 1-D integers, at "
+            "least one"
+        )
+    if tokens.min() < 0 or tokens.max() > np.iinfo(_TOKEN).max:
+        raise UsageError(f"token ids run from {tokens.min()} to {tokens.max()}; not storable")
+    if sample.get("labels") is not None:
+        labels = np.asarray(sample["labels"])
+        if labels.shape != tokens.shape or ((labels != -100) & (labels != tokens)).any():
+            raise UsageError("labels must have the shape of input_ids and hold the same token or -100")
+        mask = labels != -100
+    elif sample.get("loss_mask") is not None:
+        mask = np.asarray(sample["loss_mask"]) != 0
+        if mask.shape != tokens.shape:
             raise UsageError(
-                f"sample {index}: input_ids has shape {list(tokens.shape)} and type {tokens.dtype}, "
-                "but must be 1-D integers, at least one"
+                f"loss_mask has shape {list(mask.shape)}, but input_ids has {list(tokens.shape)}"
             )
-        if tokens.min() < 0 or tokens.max() > np.iinfo(_TOKEN).max:
-            raise UsageError(
-                f"sample {index}: token ids run from {tokens.min()} to {tokens.max()}; not storable"
-            )
-        if sample.get("labels") is not None:
-            labels = np.asarray(sample["labels"])
-            if labels.shape != tokens.shape or ((labels != -100) & (labels != tokens)).any():
-                raise UsageError(
-                    f"sample {index}: labels must have the shape of input_ids and hold the same token or -100"
-                )
-            mask = labels != -100
-        elif sample.get("loss_mask") is not None:
-            mask = np.asarray(sample["loss_mask"]) != 0
-            if mask.shape != tokens.shape:
-                raise UsageError(
-                    f"sample {index}: loss_mask has shape {list(mask.shape)}, "
-                    f"but input_ids has {list(tokens.shape)}"
-                )
-        else:
-            mask = np.ones(len(tokens), dtype=bool)
-        yield tokens.astype(_TOKEN), mask.astype(np.uint8)
+    else:
+        mask = np.ones(len(tokens), dtype=bool)
+    return tokens.astype(_TOKEN), mask.astype(np.uint8)

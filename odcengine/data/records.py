@@ -6,6 +6,8 @@ Three kinds of records, told apart by their keys:
 ``prompt, completion``   the completion and the end of the sequence are to be learned
 ``text``                 everything is to be learned
 
+Without a tokenizer, records are tokens already: ``input_ids``, with ``loss_mask`` or ``labels`` beside them.
+
 What the assistant's turns are, the chat template says: the text that it writes for a conversation must begin
 with the text that it writes for the conversation's beginning. What it adds for an assistant's turn, after the
 generation prompt that precedes it, is that turn. Templates that rewrite earlier turns are refused, unless
@@ -20,13 +22,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from odcengine.data.dataset import TokenBatch
+from odcengine.data.dataset import TokenBatch, check_sample
 from odcengine.data.tokenizer import ChatTemplateError, Span, TextTokenizer
-from odcengine.errors import ConfigError
+from odcengine.errors import ConfigError, UsageError
 
 MESSAGES, PAIR, TEXT = KINDS = ("messages", "prompt, completion", "text")
 TURNS = ("all", "last")
 USED_KEYS = ("messages", "tools", "prompt", "completion", "text")
+TOKENS = "input_ids"
+TOKEN_KEYS = ("input_ids", "loss_mask", "labels")
 TOO_LONG = ("error", "truncate", "skip")
 
 
@@ -80,6 +84,24 @@ def kind_of(record: Record) -> str:
 
 
 _KEYS = "messages, or prompt and completion, or text"
+
+
+def check_tokens(record: Record) -> str:
+    """Check that a record is tokens.
+
+    Returns:
+        The kind of such records.
+
+    Raises:
+        ConfigError: it has no ``input_ids``.
+    """
+    if isinstance(record.value, Mapping) and record.value.get("input_ids") is not None:
+        return TOKENS
+    keys = ", ".join(sorted(map(str, record.value))) if isinstance(record.value, Mapping) else "no keys"
+    raise ConfigError(
+        f"{record.place}: the record has {ascii(keys)[1:-1][:200]}, and no tokens (input_ids); give "
+        "--tokenizer PATH to make tokens of text"
+    )
 
 
 def check_tokenizer(tokenizer: TextTokenizer, kind: str, place: str) -> None:
@@ -161,20 +183,66 @@ def tokenize_records(
             mask = np.concatenate([np.zeros(len(bos)), mask, [1]]).astype(np.uint8)
         if not len(tokens):
             raise ConfigError(f"{record.place}: the conversation has no tokens")
-        if max_length is not None and len(tokens) > max_length:
-            if too_long == "error":
-                raise ConfigError(
-                    f"{record.place}: the sample has {len(tokens)} tokens, more than --max-length "
-                    f"{max_length}; raise it, or choose --too-long truncate or skip"
-                )
-            if too_long == "skip":
-                num_skipped += 1
-                continue
-            num_truncated += 1
-            tokens, mask = tokens[:max_length], mask[:max_length]
+        if not _fits(len(tokens), max_length, too_long, record.place):
+            num_skipped += 1
+            continue
+        num_truncated += max_length is not None and len(tokens) > max_length
         num_straddling += marked.num_straddling > 0
-        pairs.append((tokens, mask))
+        pairs.append((tokens[:max_length], mask[:max_length]))
     return Tokenized(TokenBatch.of(pairs), len(records), num_skipped, num_truncated, num_straddling)
+
+
+def take_tokens(
+    records: Sequence[Record],
+    *,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    too_long: str = "error",
+) -> Tokenized:
+    """Records that are tokens already.
+
+    Args:
+        records: the records.
+        vocab_size: token ids are below; None where no model was named.
+        max_length: limit of tokens in a sample, or None.
+        too_long: as :func:`tokenize_records` takes it.
+
+    Raises:
+        ConfigError: a record without tokens, or with others than can be; names its place.
+    """
+    pairs = []
+    num_truncated = 0
+    for record in records:
+        check_tokens(record)
+        try:
+            tokens, mask = check_sample(record.value)
+        except (UsageError, ValueError, OverflowError) as error:  # lists of lists, of text, of huge numbers
+            raise ConfigError(f"{record.place}: {error}") from error
+        if vocab_size is not None and (largest := int(tokens.max())) >= vocab_size:
+            raise ConfigError(
+                f"{record.place}: it has the token id {largest}, but the vocabulary of --model ends at "
+                f"{vocab_size - 1}; tokenise with the model's own tokenizer"
+            )
+        if _fits(len(tokens), max_length, too_long, record.place):
+            num_truncated += max_length is not None and len(tokens) > max_length
+            pairs.append((tokens[:max_length], mask[:max_length]))
+    return Tokenized(TokenBatch.of(pairs), len(records), len(records) - len(pairs), num_truncated, 0)
+
+
+def _fits(num_tokens: int, max_length: int | None, too_long: str, place: str) -> bool:
+    """Whether a sample is kept, perhaps cut.
+
+    Raises:
+        ConfigError: it is too long, and ``too_long`` is ``error``.
+    """
+    if max_length is None or num_tokens <= max_length:
+        return True
+    if too_long == "error":
+        raise ConfigError(
+            f"{place}: the sample has {num_tokens} tokens, more than --max-length {max_length}; raise it, or "
+            "choose --too-long truncate or skip"
+        )
+    return too_long == "truncate"
 
 
 def _render(record: Record, kind: str, tokenizer: TextTokenizer, turns: str) -> tuple[str, list[Span]]:

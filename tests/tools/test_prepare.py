@@ -20,14 +20,17 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow.parquet
 import pytest
 import sentencepiece
 import yaml
 from odc_tools import prepare as prepare_module
+from odc_tools._sources import open_sources
 from odc_tools.cli import main
 
 import odcengine
 from odcengine.data import MinibatchLoader, TokenDataset
+from odcengine.errors import ConfigError
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -71,6 +74,14 @@ def pair(rng: random.Random) -> dict[str, Any]:
 
 def write_lines(path: Path, records: list[Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, records: list[Any], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = dict.fromkeys(name for record in records for name in record)
+    table = pyarrow.Table.from_pylist([{name: record.get(name) for name in names} for record in records])
+    pyarrow.parquet.write_table(table, path, **options)
     return path
 
 
@@ -454,7 +465,7 @@ def test_datasets_of_hugging_face(
         capsys, tools, "chat", tmp_path / "single", "--split", "train", out=out
     )
     assert "datasets cannot open it" in refusal(capsys, tools, "chat", f"hf:{tmp_path / 'nothing'}", out=out)
-    assert "no data set that save_to_disk wrote" in refusal(
+    assert "no data set that save_to_disk wrote and without Parquet files" in refusal(
         capsys, tools, "chat", tmp_path / "files", out=out
     )
     datasets.Dataset.from_list(
@@ -462,6 +473,168 @@ def test_datasets_of_hugging_face(
     ).save_to_disk(tmp_path / "holes")
     message = refusal(capsys, tools, "chat", tmp_path / "holes", out=out)
     assert f"{tmp_path / 'holes'} row 1: the record has" in message
+
+
+# ---- Parquet, and tokens that are there already -------------------------------------------------------
+
+
+def test_parquet(tools: dict[str, Path], tmp_path: Path) -> None:
+    """The same samples as from JSONL, however files and row groups are cut."""
+    rng = random.Random(7)
+    records = [{"messages": conversation(rng)["messages"], "id": number} for number in range(700)]
+    records[3]["messages"][0]["name"] = "anna"  # a column that is null in all other messages
+    reference = prepare(tools, "chat", write_lines(tmp_path / "a.jsonl", records), out=tmp_path / "reference")
+    one = write_parquet(tmp_path / "one.parquet", records, row_group_size=90)
+    unnamed = write_parquet(tmp_path / "unnamed", records, row_group_size=700, compression="zstd")
+    folder = tmp_path / "folder"
+    write_parquet(folder / "data" / "train-00000-of-00002.parquet", records[:300])
+    write_parquet(folder / "data" / "train-00001-of-00002.parquet", records[300:])
+    write_parquet(folder / "data" / "test-00000-of-00001.parquet", records[:5])
+    write_parquet(folder / ".cache" / "train-00000-of-00001.parquet", records[:5])
+    for number, arguments in enumerate(
+        ([one], [one, "--workers", "3"], [unnamed], [folder, "--split", "train", "--workers", "2"])
+    ):
+        found = prepare(tools, "chat", *arguments, out=tmp_path / f"tokens{number}")
+        assert len(found) == 700
+        for sample, other in zip(found, reference, strict=True):
+            assert sample["input_ids"].tolist() == other["input_ids"].tolist()
+            assert sample["loss_mask"].tolist() == other["loss_mask"].tolist()
+        inputs = found.metadata["source"]["inputs"]
+        assert sum(entry["num_records"] for entry in inputs) == 700
+        assert {entry["kind"] for entry in inputs} == {"messages"}
+        assert [entry["size"] for entry in inputs] == [
+            path.stat().st_size
+            for path in (sorted((folder / "data").glob("train*")) if number == 3 else [arguments[0]])
+        ]
+
+
+def test_parquet_that_cannot_be_used(
+    tools: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "no"
+    records = [{"text": "fox"}] * 600
+    path = write_parquet(tmp_path / "a.parquet", [*records, {"text": None}])
+    message = refusal(capsys, tools, "sp", path, out=out)
+    assert f"{path} row 600: the record has text (null); expected" in message
+    column = pyarrow.array([*[b"fox"] * 300, b"caf\xe9"]).cast(pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), len(column), column.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), path)
+    assert f"{path} row 300: not UTF-8" in refusal(capsys, tools, "sp", path, out=out)
+    write_parquet(path, [{"words": "fox", "id": 3}])
+    assert f"{path} row 0: the record has id, words; expected" in refusal(capsys, tools, "sp", path, out=out)
+    write_parquet(
+        path, [{"text": str(number)} for number in range(5000)], compression=None, row_group_size=500
+    )
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 2000] = bytes(2000)
+    path.write_bytes(content)
+    assert re.search(
+        r"a.parquet row \d+: (cannot be read|text must be)", refusal(capsys, tools, "sp", path, out=out)
+    )
+    path.write_text("no Parquet")
+    assert "a.parquet: cannot be read as Parquet (" in refusal(capsys, tools, "sp", path, out=out)
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
+    assert "no records; there is nothing to train on" in refusal(capsys, tools, "sp", path, out=out)
+
+    folder = tmp_path / "folder"
+    for name in ("validation.parquet", "train/0.parquet"):
+        write_parquet(folder / name, records[:3])
+    several = refusal(capsys, tools, "sp", folder, out=out)
+    assert f"{folder}: it has several splits; give --split, one of train, validation" in several
+    message = refusal(capsys, tools, "sp", folder, "--split", "dev", out=out)
+    assert f"{folder}: it has no split dev; give --split, one of train, validation" in message
+    assert "--subset x: it chooses a configuration of hf:NAME" in refusal(
+        capsys, tools, "sp", folder, "--split", "train", "--subset", "x", out=out
+    )
+
+
+def test_a_large_row_group_is_read_in_pieces(tmp_path: Path) -> None:
+    """Of forty megabytes in one row group a few are in memory at a time; other columns are not read."""
+    records = [{"text": f"{number} " * 300, "picture": bytes(2000)} for number in range(20_000)]
+    path = write_parquet(tmp_path / "a.parquet", records, row_group_size=20_000, use_dictionary=False)
+    (source,) = open_sources([str(path)], subset=None, split=None, keys=("text",))
+    before, most, number = pyarrow.total_allocated_bytes(), 0, 0
+    for chunk in source.chunks():
+        assert chunk.first == number
+        assert len(chunk.content[0]) < 3 * 2**20
+        number += chunk.num_rows
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert number == 20_000
+    assert chunk.position == source.size
+    assert most < 16 * 2**20
+    assert source.read(chunk)[-1].value == {"text": "19999 " * 300}
+
+
+def test_tokens_that_are_there_already(
+    tools: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples: list[dict[str, Any]] = [
+        {"input_ids": [1, 5, 7], "labels": [-100, 5, 7], "text": "not looked at"},
+        {"input_ids": [4, 4], "loss_mask": [1, 0]},
+        {"input_ids": [3, 2, 9, 8]},
+    ]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 10}')
+    model = ("--model", str(tmp_path / "model"))
+    for path in (
+        write_lines(tmp_path / "a.jsonl", samples * 200),
+        write_parquet(tmp_path / "a.parquet", samples * 200),
+    ):
+        out = tmp_path / f"tokens{path.suffix}"
+        assert main(["prepare", str(path), "--out", str(out), "--workers", "2", *model]) == 0
+        found = TokenDataset.open(out)
+        assert len(found) == 600
+        for index, mask in ((0, [0, 1, 1]), (1, [1, 0]), (599, [1, 1, 1, 1])):
+            assert found[index]["input_ids"].tolist() == samples[index % 3]["input_ids"]
+            assert found[index]["loss_mask"].tolist() == mask
+        assert found.metadata["source"]["tokenizer"] is None
+        assert found.metadata["source"]["inputs"][0]["kind"] == "input_ids"
+    cut = [
+        "prepare",
+        str(path),
+        "--max-length",
+        "2",
+        "--too-long",
+        "truncate",
+        "--out",
+        str(tmp_path / "cut"),
+    ]
+    assert main([*cut, "--workers", "1"]) == 0
+    assert TokenDataset.open(tmp_path / "cut")[0]["loss_mask"].tolist() == [False, True]
+    assert TokenDataset.open(tmp_path / "cut").metadata["source"]["num_truncated"] == 400
+    capsys.readouterr()
+    for records, arguments, message in (
+        (
+            [{"text": "fox"}],
+            [],
+            "row 0: the record has text, and no tokens (input_ids); give --tokenizer PATH",
+        ),
+        (
+            [samples[1], {"input_ids": [11]}],
+            model,
+            "row 1: it has the token id 11, but the vocabulary of --model",
+        ),
+        ([samples[1], {"input_ids": []}], [], "row 1: input_ids has shape [0]"),
+        ([samples[0], {"input_ids": [1], "labels": [2]}], [], "row 1: labels must have the shape"),
+        ([samples[0]], ["--max-length", "2"], "row 0: the sample has 3 tokens, more than --max-length 2"),
+        ([samples[0]], ["--chat-template", "x"], "--chat-template: tokens need none"),
+    ):
+        write_parquet(path, records)
+        assert main(["prepare", str(path), "--out", str(tmp_path / "no"), "--workers", "1", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_training_on_raw_data_is_refused_with_the_command(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "folder" / "train" / "0.parquet", [{"text": "fox"}])
+    for path, what in (
+        (tmp_path / "folder", "a directory of Parquet files"),
+        (tmp_path / "folder" / "train" / "0.parquet", "a file"),
+        ("hf:name", "a data set of the Hugging Face hub"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            TokenDataset.open(path)
+        assert f"{path}: it is {what}, but training reads tokens" in str(caught.value)
+        assert f"odc prepare {path} --tokenizer PATH --out DIR" in str(caught.value)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
@@ -622,7 +795,7 @@ def test_wrong_arguments(tools: dict[str, Path], tmp_path: Path, capsys: pytest.
     path = write_lines(tmp_path / "a.jsonl", [{"text": "fox"}])
     assert main(["prepare", "--max-length", "0", "--workers", "0"]) == 2
     message = capsys.readouterr().err
-    for part in ("INPUT is required", "--out is req", "--tokenizer is req", "--max-length 0", "--workers 0"):
+    for part in ("INPUT is required", "--out is req", "--max-length 0", "--workers 0"):
         assert part in message
     assert "needs --max-length" in refusal(capsys, tools, "sp", path, "--too-long", "skip", out=out)
     message = refusal(capsys, tools, "sp", tmp_path / "b.jsonl", "c", out=out)
@@ -904,6 +1077,9 @@ def test_page_for_users(
     datasets.DatasetDict(
         {name: datasets.Dataset.from_list([pair(rng) for _ in range(4)]) for name in ("train", "test")}
     ).save_to_disk("my_dataset")
+    for split in ("train", "test"):
+        write_parquet(Path(f"my_folder/{split}-00000-of-00001.parquet"), [pair(rng) for _ in range(5)])
+    write_parquet(Path("tokenised/0.parquet"), [{"input_ids": [1, 5, 2]}] * 6)
     Path("tokenizer").symlink_to(tools["chat"])
     Path("tokenizer.model").symlink_to(tools["sp"])
     Path("template.jinja").write_text(CHATML)
@@ -930,3 +1106,4 @@ def test_page_for_users(
     made = {path.name: len(TokenDataset.open(path)) for path in tmp_path.glob("tokens*")}
     assert made.pop("tokens_short") < made["tokens"] == made["tokens_cut"] == 300
     assert (made["tokens_pairs"], made["tokens_hf"], made["tokens_own"]) == (10, 4, 3)
+    assert (made["tokens_parquet"], made["tokens_ready"]) == (5, 6)

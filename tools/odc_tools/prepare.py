@@ -31,7 +31,18 @@ import numpy as np
 from odc_tools._sources import Chunk, Source, open_sources
 from odcengine._version import __version__
 from odcengine.data.dataset import DatasetWriter, TokenDataset, is_dataset
-from odcengine.data.records import TOO_LONG, TURNS, Tokenized, check_tokenizer, kind_of, tokenize_records
+from odcengine.data.records import (
+    TOKEN_KEYS,
+    TOO_LONG,
+    TURNS,
+    USED_KEYS,
+    Tokenized,
+    check_tokenizer,
+    check_tokens,
+    kind_of,
+    take_tokens,
+    tokenize_records,
+)
 from odcengine.data.tokenizer import TextTokenizer, load_tokenizer
 from odcengine.errors import ConfigError, OdcError
 
@@ -48,13 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="a JSONL file (also .gz), a directory that save_to_disk of Hugging Face's datasets wrote, or "
-        "hf:NAME for load_dataset",
+        help="a JSONL file (also .gz), a Parquet file or a directory of them, a directory that save_to_disk "
+        "of Hugging Face's datasets wrote, or hf:NAME for load_dataset",
     )
     parser.add_argument("--out", metavar="DIR", help="the data set to make")
     parser.add_argument("--overwrite", action="store_true", help="replace a data set that is there already")
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="a sentencepiece .model file, or a directory of transformers"
+        "--tokenizer",
+        metavar="PATH",
+        help="a sentencepiece .model file, or a directory of transformers; without it, inputs must be tokens "
+        "(input_ids)",
     )
     parser.add_argument("--chat-template", metavar="FILE", help="Jinja text used instead of the tokenizer's")
     parser.add_argument(
@@ -74,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which of the assistant's turns of a conversation are learned (default: %(default)s)",
     )
     parser.add_argument("--subset", metavar="NAME", help="configuration of hf:NAME")
-    parser.add_argument("--split", metavar="NAME", help="split of Hugging Face data sets")
+    parser.add_argument(
+        "--split", metavar="NAME", help="which part of data sets and directories with several"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
     parser.add_argument("--info", metavar="DIR", help="print what a prepared data set is, and nothing else")
 
@@ -125,11 +141,12 @@ def _ending_cleanly() -> Iterator[Callable[[], None]]:
 class _Settings:
     """What a worker has to know."""
 
-    tokenizer: Path
+    tokenizer: Path | None
     chat_template: str | None
     max_length: int | None
     too_long: str
     turns: str
+    vocab_size: int | None
 
     def describe(self) -> dict[str, Any]:
         template = None if self.chat_template is None else self.chat_template.encode()
@@ -166,10 +183,13 @@ def prepare(options: argparse.Namespace) -> str:
     settings, out, workers = _check(options)
     # Tokenizers would start threads of their own, which do not survive a fork, in every worker.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = _tokenizer(settings.tokenizer, settings.chat_template)
-    if options.model is not None:
-        _check_model(tokenizer, Path(options.model))
-    sources = open_sources(options.inputs, subset=options.subset, split=options.split)
+    tokenizer = None
+    if settings.tokenizer is not None:
+        tokenizer = _tokenizer(settings.tokenizer, settings.chat_template)
+        if settings.vocab_size is not None:
+            _check_model(tokenizer, settings.vocab_size, options.model)
+    keys = TOKEN_KEYS if tokenizer is None else USED_KEYS
+    sources = open_sources(options.inputs, subset=options.subset, split=options.split, keys=keys)
     kinds = {source: _first_kind(source, tokenizer) for source in sources}
     started = time.perf_counter()
     counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
@@ -221,7 +241,6 @@ def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
         for name, value in (
             ("INPUT", options.inputs),
             ("--out", options.out),
-            ("--tokenizer", options.tokenizer),
         )
         if not value
     ]
@@ -231,6 +250,14 @@ def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
             problems.append(f"{name} {value}: it must be at least 1")
     if options.too_long != "error" and options.max_length is None:
         problems.append(f"--too-long {options.too_long} needs --max-length")
+    if options.tokenizer is None and options.chat_template is not None:
+        problems.append("--chat-template: tokens need none; give --tokenizer to make tokens of text")
+    vocab_size = None
+    if options.model is not None:
+        try:
+            vocab_size = _vocabulary_of(Path(options.model))
+        except ConfigError as error:
+            problems += error.problems
     template = None
     if options.chat_template is not None:
         try:
@@ -246,12 +273,22 @@ def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
     if problems:
         raise ConfigError(*problems)
     settings = _Settings(
-        Path(options.tokenizer), template, options.max_length, options.too_long, options.turns
+        None if options.tokenizer is None else Path(options.tokenizer),
+        template,
+        options.max_length,
+        options.too_long,
+        options.turns,
+        vocab_size,
     )
     return settings, Path(options.out), workers
 
 
-def _check_model(tokenizer: TextTokenizer, model: Path) -> None:
+def _vocabulary_of(model: Path) -> int:
+    """Rows of a model's embedding.
+
+    Raises:
+        ConfigError: its ``config.json`` does not say.
+    """
     path = model / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -262,6 +299,10 @@ def _check_model(tokenizer: TextTokenizer, model: Path) -> None:
         raise ConfigError(f"--model {model}: {path} cannot be read ({error})") from error
     if not isinstance(rows, int):
         raise ConfigError(f"--model {model}: config.json has no vocab_size")
+    return rows
+
+
+def _check_model(tokenizer: TextTokenizer, rows: int, model: str) -> None:
     if tokenizer.vocab_size > rows:
         raise ConfigError(
             f"--model {model}: its vocabulary has {rows} tokens, but the tokenizer {tokenizer.path} has "
@@ -275,24 +316,16 @@ def _check_model(tokenizer: TextTokenizer, model: Path) -> None:
         )
 
 
-def _first_kind(source: Source, tokenizer: TextTokenizer) -> str | None:
+def _first_kind(source: Source, tokenizer: TextTokenizer | None) -> str | None:
     """The kind of a source's first record, with which the tokenizer must work; None without records."""
-    with closing(source.chunks()) as chunks:
-        for chunk in chunks:
-            lines = chunk.lines
-            index = 0 if lines is None else next((i for i, line in enumerate(lines) if line.strip()), None)
-            if index is None:
-                continue
-            first = chunk._replace(
-                first=chunk.first + index,
-                num_rows=1,
-                lines=None if lines is None else lines[index : index + 1],
-            )
-            record = source.read(first)[0]
-            kind = kind_of(record)
-            check_tokenizer(tokenizer, kind, record.place)
-            return kind
-    return None
+    record = source.first_record()
+    if record is None:
+        return None
+    if tokenizer is None:
+        return check_tokens(record)
+    kind = kind_of(record)
+    check_tokenizer(tokenizer, kind, record.place)
+    return kind
 
 
 def _check_not_empty(counts: dict[str, int], has_targets: bool, options: argparse.Namespace) -> None:
@@ -311,11 +344,13 @@ def _check_not_empty(counts: dict[str, int], has_targets: bool, options: argpars
 
 
 def _source(
-    tokenizer: TextTokenizer, settings: _Settings, inputs: list[dict[str, Any]], counts: dict[str, int]
+    tokenizer: TextTokenizer | None, settings: _Settings, inputs: list[dict[str, Any]], counts: dict[str, int]
 ) -> dict[str, Any]:
     """What ``meta.json`` says about the data's origin; no times: the same data give the same bytes."""
     made_from: dict[str, Any] = {
-        "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "tokenizer": None
+        if tokenizer is None
+        else {"kind": tokenizer.kind, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "options": settings.describe(),
         "inputs": inputs,
     }
@@ -325,7 +360,7 @@ def _source(
         "made_by": f"odc prepare {__version__}",
         "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
         **made_from,
-        "tokenizer": {"name": tokenizer.path.name, **made_from["tokenizer"]},
+        "tokenizer": None if tokenizer is None else {"name": tokenizer.path.name, **made_from["tokenizer"]},
         **counts,
     }
 
@@ -339,8 +374,16 @@ _tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
 
 def _tokenize(settings: _Settings, kind: str, chunk: Chunk) -> Tokenized:
     """What a worker does with a chunk."""
+    records = chunk.source.read(chunk)
+    if settings.tokenizer is None:
+        return take_tokens(
+            records,
+            vocab_size=settings.vocab_size,
+            max_length=settings.max_length,
+            too_long=settings.too_long,
+        )
     return tokenize_records(
-        chunk.source.read(chunk),
+        records,
         kind,
         _tokenizer(settings.tokenizer, settings.chat_template),
         max_length=settings.max_length,
@@ -415,8 +458,8 @@ class _Pool:
         """Results in the order of the jobs; a few jobs are read ahead."""
         pending: deque[tuple[Chunk, Any]] = deque()
         for chunk, function in jobs:
-            # The lines went to the worker; there is no need to hold them here.
-            pending.append((chunk._replace(lines=None), self.submit(function)))
+            # The content went to the worker; there is no need to hold it here.
+            pending.append((chunk._replace(content=()), self.submit(function)))
             if len(pending) >= (_CHUNKS_AHEAD * self._workers if self._executor else 1):
                 chunk, submitted = pending.popleft()
                 yield chunk, self.result(submitted)
