@@ -1,11 +1,14 @@
-"""torch's all-gather and reduce-scatter of one tensor, under the names that the installed torch prefers."""
+"""torch's all-gather and reduce-scatter under the names that torch prefers, and texts through them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from odcengine.control import ControlBlock
 
 
 def _newest(*names: str) -> Callable[..., Any]:
@@ -19,3 +22,30 @@ def _newest(*names: str) -> Callable[..., Any]:
 # torch 2.13 renamed both and warns about the old names.
 all_gather = _newest("all_gather_single", "all_gather_into_tensor")
 reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def gather_texts(text: str, control: ControlBlock, group: dist.ProcessGroup, what: str) -> list[str]:
+    """One text from every rank, in the order of ranks. Collective over all ranks of the job.
+
+    Args:
+        text: this rank's.
+        control: watches the wait.
+        group: gloo group of all ranks.
+        what: what is exchanged, for messages.
+
+    Raises:
+        PeerError: a rank failed, or gave no sign of life.
+    """
+    world_size = control.topology.world_size
+    if world_size == 1:
+        return [text]
+    data = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)  # at least one byte
+    sizes = torch.zeros(world_size, dtype=torch.int64)
+    mine = torch.tensor([data.numel()])
+    control.wait_work(all_gather(sizes, mine, group=group, async_op=True), what)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = torch.empty(world_size * padded.numel(), dtype=torch.uint8)
+    control.wait_work(all_gather(rows, padded, group=group, async_op=True), what)
+    table = rows.view(world_size, -1)
+    return [table[rank, : size - 1].numpy().tobytes().decode() for rank, size in enumerate(sizes.tolist())]

@@ -18,7 +18,7 @@ from odcengine._config_source import Path, Problem, Source, read_source, show, s
 from odcengine.config import DEVICE_OF_TRANSPORT, MAX_INT, PARAMS, Choice, Config, SgdParams
 from odcengine.errors import ConfigError
 
-PLANNED_SECTIONS = ("checkpoint", "preemption")
+PLANNED_SECTIONS = ("preemption",)
 """Top-level sections that later versions will have."""
 
 _LATER = "is not in this version"
@@ -387,6 +387,12 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield (
             paths if every else paths[::-1],
             f"has no effect without {paths[1] if every else paths[0]}; give both or neither",
+        )
+    checkpoint = config.checkpoint
+    if checkpoint.every_n_steps and checkpoint.dir is None:
+        yield (
+            ("checkpoint.every_n_steps", "checkpoint.dir"),
+            "has no effect without checkpoint.dir; give the directory of the checkpoints",
         )
     if config.model.path is not None and config.model.config is not None:
         yield (

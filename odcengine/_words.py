@@ -20,6 +20,8 @@ class Phase(enum.IntEnum):
     CLOSING = 9
     REPORT = 10
     FETCH = 11
+    SAVING = 12
+    LOADING = 13
 
     @property
     def label(self) -> str:
@@ -40,6 +42,8 @@ _PHASE_LABELS = {
     Phase.CLOSING: "close()",
     Phase.REPORT: "handing in its timeline",
     Phase.FETCH: "waiting for its GPU at the end of the step",
+    Phase.SAVING: "saving a checkpoint",
+    Phase.LOADING: "loading a checkpoint",
 }
 
 

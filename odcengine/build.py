@@ -130,6 +130,7 @@ def initialize(
                 loader=loader,
                 loss_fn=loss_fn,
             )
+            engine.resume()
     except BaseException:
         control.close()  # the others have been told; a notebook may try again
         raise

@@ -436,6 +436,52 @@ class Data(_Section):
     )
 
 
+class Checkpoint(_Section):
+    """Saving and resuming; see docs/checkpoints.md."""
+
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of the run's checkpoints, on a file system that all ranks share; null: none "
+        "are saved but by the script. Relative to the working directory.",
+    )
+    every_n_steps: Int = Field(
+        default=0, ge=0, description="Optimizer steps between two saves; 0: only the script saves."
+    )
+    keep_last: Int | None = Field(
+        default=3,
+        ge=1,
+        description="How many of the checkpoints saved by every_n_steps are kept, the newest; null: all.",
+    )
+    keep_every: Int | None = Field(
+        default=None,
+        ge=1,
+        description="Checkpoints of steps that are multiples of it are kept for good; null: none.",
+    )
+    resume: Literal["auto", "none"] | str = Field(
+        default="auto",
+        min_length=1,
+        description="auto: go on from what latest in dir names, if there is anything; none: begin anew, "
+        "refused where dir has checkpoints; a path: begin from that one, until dir has some of its own.",
+    )
+    background: bool = Field(
+        default=True,
+        description="Write while training goes on, from a copy in the host's memory; false: training waits.",
+    )
+    save_frozen: bool = Field(
+        default=True,
+        description="Save parameters that are not trained, too; false: resuming needs the same ones again.",
+    )
+    deadline_s: Float = Field(
+        default=1800.0, gt=0, le=MAX_SECONDS, description="Longest time in seconds that a save may take."
+    )
+    on_failure: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="What a failed save of every_n_steps does: warn: an error in the log, and training goes "
+        "on to the next; stop: an exception on all ranks.",
+    )
+
+
 class Monitor(_Section):
     """What a run shows and writes."""
 
@@ -585,6 +631,7 @@ class Config(_Section):
     )
     balance: Balance = Field(default=Balance(), description="Load balancing.")
     data: Data = Field(default=Data(), description="The loader.")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="Saving and resuming.")
     monitor: Monitor = Field(default=Monitor(), description="What a run shows and writes.")
     launch: Launch = Field(default=Launch(), description="odc-launch.")
 

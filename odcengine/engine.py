@@ -12,11 +12,13 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,13 +29,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from odcengine._garbage import QuietGarbage
+from odcengine.checkpoint.checkpoints import Checkpoints
+from odcengine.checkpoint.export import DTYPES
+from odcengine.checkpoint.loader import Loaded
+from odcengine.checkpoint.state import Parts, Trained
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.data import MicroBatch, MinibatchLoader
 from odcengine.device import Mark
-from odcengine.errors import OdcError, UsageError
+from odcengine.errors import CheckpointError, OdcError, UsageError
 from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics, whole_or_none
+from odcengine.models.safetensors_files import parse_size
 from odcengine.monitor import Monitor
 from odcengine.sharding.base import Changed, Sharding
 from odcengine.sharding.collective import CollectiveSharding
@@ -61,6 +68,7 @@ class OdcEngine:
         topology: ranks and nodes.
         transport: one-sided access to other ranks; None where collectives are used, or with one rank.
         global_steps: optimizer steps done, skipped ones included.
+        client_state: what the script wants to find again after resuming; saved with every checkpoint.
     """
 
     def __init__(
@@ -84,6 +92,7 @@ class OdcEngine:
         self.topology = job.topology
         self.transport = transport
         self.global_steps = 0
+        self.client_state: dict[str, Any] = {}
         self._job = job
         self._device = job.device
         self._control = job.control
@@ -91,6 +100,8 @@ class OdcEngine:
         self._sharding = sharding
         self._monitor = monitor
         self._loader = loader
+        self._checkpoints = Checkpoints(Trained(model, optimizer, scheduler, loader), job, config)
+        self._num_minibatches = 0  # begun in this process
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._garbage = QuietGarbage(config.odc.manage_gc)
@@ -191,7 +202,7 @@ class OdcEngine:
         if self._loader is not None and self._loader.strategy == "dynamic":
             raise UsageError("draw: the loader draws already (balance.strategy: dynamic)")
         self._device.wait_for_backlog(self._control)
-        return self._control.draw(self.global_steps + 1)
+        return self._control.draw(self._num_minibatches)
 
     def _sum_pending(self) -> float:
         # Only the sum over the minibatch matters, so a backward may cover several forwards.
@@ -252,6 +263,7 @@ class OdcEngine:
         self.global_steps += 1
         self._monitor.end_step(metrics, self._started)
         self._start_minibatch()
+        self._checkpoints.after_step(agreed.votes, self.global_steps, self.client_state)
         control.enter(Phase.BETWEEN, step=self.global_steps, micro_batch=0)
         return metrics
 
@@ -347,7 +359,10 @@ class OdcEngine:
     def _known_sums(self) -> list[float]:
         """What the host of this rank knows without its device; all ranks' are summed."""
         tally = self._monitor.tally
-        return [self._count, float(self._micro_batches), tally.samples, tally.flops]
+        return [
+            *(self._count, float(self._micro_batches), tally.samples, tally.flops),
+            *self._checkpoints.votes(),
+        ]
 
     def _sum_over_ranks(
         self, sums: list[float], of_rank: list[float]
@@ -403,6 +418,7 @@ class OdcEngine:
             del optimizer.found_inf
 
     def _start_minibatch(self) -> None:
+        self._num_minibatches += 1
         self._monitor.begin_step(self.global_steps)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device.torch_device)
         self._count = 0.0
@@ -462,13 +478,159 @@ class OdcEngine:
             barrier(Meeting.PUBLISH, self.global_steps)
             self._sharding.publish(Changed.ALL)
 
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        exclude_frozen_parameters: bool | None = None,
+        wait: bool = True,
+    ) -> bool:
+        """Save a checkpoint between two minibatches. Collective, with the same arguments on every rank.
+
+        Args:
+            save_dir: the directory of checkpoints; the configuration's ``checkpoint.dir`` by default.
+            tag: the checkpoint's name; ``step_N`` by default.
+            client_state: what the script wants to find again, beside :attr:`client_state`; plain values,
+                rank 0's are saved.
+            exclude_frozen_parameters: leave out what is not trained; by the configuration if None.
+            wait: return when it is complete; else it is written while training goes on, and a failure is
+                reported later.
+
+        Returns:
+            True, as DeepSpeed does.
+
+        Raises:
+            CheckpointError: it failed, on some rank or other; raised on all.
+        """
+        self._require_between("save_checkpoint")
+        self._checkpoints.save(
+            None if save_dir is None else os.fspath(save_dir),
+            tag,
+            self.global_steps,
+            {**self.client_state, **(client_state or {})},
+            frozen=None if exclude_frozen_parameters is None else not exclude_frozen_parameters,
+            wait=wait,
+        )
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written, if any, is complete. Collective.
+
+        Raises:
+            CheckpointError: it failed; raised on all ranks.
+        """
+        self._require_between("wait_for_checkpoint")
+        self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        *,
+        load_module_only: bool = False,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_data_position: bool = True,
+        load_random_states: bool = True,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint between two minibatches, saved by any number of ranks. Collective.
+
+        Args:
+            load_dir: a directory of checkpoints, or a checkpoint; ``checkpoint.dir`` by default.
+            tag: the checkpoint's name; by default the one that ``latest`` names, or the newest complete one.
+            load_module_only: the weights only; counters stay, too.
+            load_optimizer_states: with the optimizer's state.
+            load_lr_scheduler_states: with the schedule's.
+            load_data_position: with the loader's position and learned costs.
+            load_random_states: with the random generators' states.
+
+        Returns:
+            Its path and its client state; None and an empty one where the directory has no checkpoint.
+
+        Raises:
+            CheckpointError: it is damaged or does not fit; raised on all ranks, and nothing has changed.
+        """
+        self._require_between("load_checkpoint")
+        everything = Parts(
+            load_optimizer_states, load_lr_scheduler_states, load_data_position, load_random_states
+        )
+        parts = Parts(False, False, False, False) if load_module_only else everything
+        folder = None if load_dir is None else os.fspath(load_dir)
+        return self._continue_from(self._checkpoints.load(folder, tag, parts), counters=not load_module_only)
+
+    def _continue_from(self, loaded: Loaded | None, *, counters: bool) -> tuple[str | None, dict[str, Any]]:
+        """Let all ranks use what was loaded."""
+        if loaded is None:
+            return None, {}
+        if counters:
+            self.global_steps, self.client_state = loaded.step, dict(loaded.client_state)
+        self.publish()
+        self._start_minibatch()
+        self._control.enter(Phase.BETWEEN, step=self.global_steps, micro_batch=0)
+        return str(loaded.path), loaded.client_state
+
+    def resume(self) -> str | None:
+        """Go on as the configuration's ``checkpoint.resume`` says; ``odcengine.initialize`` has done so.
+
+        Returns:
+            The checkpoint's path, or None where there is none.
+        """
+        path, _ = self._continue_from(self._checkpoints.resume(), counters=True)
+        return path
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        dtype: str | None = None,
+        max_shard_size: str = "5GB",
+        tokenizer: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Write the weights as transformers does, or of an adapter as peft does. Collective.
+
+        Every rank writes its own part into the files; none holds the model.
+
+        Args:
+            save_directory: a new directory, on a file system that all ranks share.
+            dtype: of the weights: float32, bfloat16, float16 or float64; by default bfloat16 where the model
+                is computed in it (``bf16``), else as they are trained.
+            max_shard_size: largest size of a file.
+            tokenizer: directory with the tokenizer's files; by default the one the model was loaded from.
+
+        Raises:
+            CheckpointError: it failed, on some rank or other; raised on all.
+        """
+        self._require_between("save_pretrained")
+        if dtype not in (None, *DTYPES):
+            raise UsageError(f"save_pretrained: dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+        self._checkpoints.save_pretrained(
+            Path(save_directory).expanduser(),
+            dtype=dtype,
+            max_bytes=parse_size(max_shard_size),
+            tokenizer=None if tokenizer is None else Path(tokenizer),
+            step=self.global_steps,
+        )
+
+    def _require_between(self, call: str) -> None:
+        self._require_open()
+        if self._micro_batches:
+            raise UsageError(f"{call}: call it between minibatches, after step() and before a backward")
+
+    # -- the end ---------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """Leave the job: wait for all ranks, then let go of shared memory. The model stays sharded.
 
-        Several engines of a process are closed in the same order on all ranks.
+        A checkpoint that is being written is finished first. Several engines of a process are closed in the
+        same order on all ranks.
 
         Raises:
             PeerError: another rank failed before it came here.
+            CheckpointError: the last checkpoint could not be written; the engine is closed all the same.
         """
         if not self._closed:
             self._close(Meeting.CLOSE)
@@ -476,6 +638,7 @@ class OdcEngine:
     def _close(self, meeting: Meeting) -> None:
         self._leave()
         try:
+            unsaved = self._checkpoints.close()
             with self._control.phase(Phase.CLOSING):
                 self._sharding.close()
                 if self.transport is None:
@@ -486,6 +649,8 @@ class OdcEngine:
             self._control.close()
             self._monitor.close()
         self._job.leave()
+        if unsaved is not None:
+            raise CheckpointError(unsaved)
 
     def __enter__(self) -> OdcEngine:
         return self
@@ -504,6 +669,7 @@ class OdcEngine:
             return
         self._leave()
         self._control.fail(error)
+        self._checkpoints.abandon()
         self._monitor.close(failed=True)
         with contextlib.suppress(Exception):  # FSDP2 may be in the middle of a pass; the error is what counts
             self._sharding.close()
@@ -541,10 +707,11 @@ class _Agreed:
     tokens: tuple[int, ...] | None
     flops: float | None
     used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
+    votes: list[float]  # on the checkpoint that is being saved
 
     @classmethod
     def of(cls, sums: list[float], of_ranks: list[list[float]], used: torch.Tensor) -> _Agreed:
-        loss_sum, squared_norm, count, micro_batches, samples, flops = sums
+        loss_sum, squared_norm, count, micro_batches, samples, flops, *votes = sums
         busy, wait, tokens = of_ranks
         return cls(
             loss_sum=loss_sum,
@@ -557,6 +724,7 @@ class _Agreed:
             tokens=None if math.isnan(sum(tokens)) else tuple(round(value) for value in tokens),
             flops=None if math.isnan(flops) else flops,
             used=used,
+            votes=votes,
         )
 
 

@@ -28,6 +28,10 @@ class UsageError(OdcError):
     """A call that the engine cannot honour, for example ``backward`` after ``close``."""
 
 
+class CheckpointError(OdcError):
+    """A checkpoint that cannot be written or read; the message names the file, the reason and the rank."""
+
+
 class PeerError(OdcError):
     """Another rank failed, left or stopped; this rank ends because of it.
 

@@ -1,0 +1,1 @@
+"""Checkpoints: written in the background, complete or not there, loaded on any number of ranks."""

@@ -1,0 +1,188 @@
+"""The tensors of one rank: their copies at one moment, and the file that they are written to.
+
+The file is one of torch.distributed.checkpoint's: the chunks one after the other, each as ``torch.save``
+writes it. Beside it lies what torch's format has no place for, the checksum of every chunk.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.tensor import DTensor
+
+_AT_ONCE = 16 << 20  # bytes in one write: how often somebody who wants to stop it is heard
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rank's part of one tensor.
+
+    Attributes:
+        name: of the tensor.
+        size: shape of the whole tensor.
+        offsets: where the part begins in it.
+        tensor: the part, on any device.
+    """
+
+    name: str
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+def chunks_of(state: Mapping[str, torch.Tensor], rank: int) -> list[Chunk]:
+    """What a rank has to save of ``state``.
+
+    Args:
+        state: for each name a sharded tensor, or one that is equal on all ranks.
+        rank: this rank; only rank 0 saves those that are equal on all.
+
+    Returns:
+        Chunks that are views of the tensors. Empty ones are left out.
+    """
+    chunks = []
+    for item in create_default_local_save_plan(dict(state), rank == 0).items:
+        tensor, data = state[item.index.fqn], item.tensor_data
+        assert data is not None  # every item is a tensor
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if (isinstance(tensor, DTensor) or rank == 0) and local.numel() + (tensor.dim() == 0):
+            chunks.append(Chunk(item.index.fqn, tuple(data.size), tuple(data.chunk.offsets), local.detach()))
+    return chunks
+
+
+class Staging:
+    """Copies of chunks in the host's memory, which training may then change; kept for the next save.
+
+    On a GPU the copies are only enqueued, into pinned memory and in the order of the stream that computes:
+    the host goes on at once.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Callable[[], None]]:
+        """Copy what is to be saved.
+
+        Args:
+            chunks: from :func:`chunks_of`.
+
+        Returns:
+            The copies, and a function that waits until they are there; it may be called in another thread.
+            They are valid until the next call.
+        """
+        copies, on_gpu = [], None
+        kept, self._kept = self._kept, {}
+        for chunk in chunks:
+            source = chunk.tensor
+            target = kept.get(chunk.name)
+            if target is None or target.shape != source.shape or target.dtype != source.dtype:
+                target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            target.copy_(source, non_blocking=True)
+            on_gpu = source.device if source.is_cuda else on_gpu
+            self._kept[chunk.name] = target
+            copies.append(replace(chunk, tensor=target))
+        if on_gpu is None:
+            return copies, lambda: None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(on_gpu))
+        return copies, event.synchronize
+
+
+class Cancelled(Exception):
+    """The save was given up by all ranks."""
+
+
+class _Stream(io.RawIOBase):
+    """Counts and sums up what goes into a file."""
+
+    def __init__(self, fd: int, progress: Callable[[int], None]) -> None:
+        self._fd = fd
+        self._progress = progress
+        self.position = 0
+        self.checksum = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _AT_ONCE):
+            piece = view[start : start + _AT_ONCE]
+            self.checksum = zlib.crc32(piece, self.checksum)
+            while piece:
+                written = os.write(self._fd, piece)
+                self.position += written
+                piece = piece[written:]
+            self._progress(self.position)
+        return len(view)
+
+
+def write_chunks(
+    path: Path, chunks: Sequence[Chunk], progress: Callable[[int], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Write chunks to a new file, and see to it that they are on the disk.
+
+    Args:
+        path: the file.
+        chunks: what to write; tensors of a GPU are fetched one by one.
+        progress: called with the bytes written so far, every 16 MiB at least; may raise :class:`Cancelled`.
+
+    Returns:
+        For each chunk its record, as JSON takes it.
+
+    Raises:
+        OSError: the disk is full, and the like.
+    """
+    records = []
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        stream = _Stream(fd, progress)
+        for chunk in chunks:
+            start, stream.checksum = stream.position, 0
+            tensor = chunk.tensor.cpu()
+            if (
+                not tensor.is_contiguous()
+                or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes()
+            ):
+                tensor = tensor.clone(
+                    memory_format=torch.contiguous_format
+                )  # torch.save writes whole storages
+            torch.save(tensor, stream)  # type: ignore[arg-type]  # what it calls of a file, this has
+            records.append(
+                {
+                    "name": chunk.name,
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "size": list(chunk.size),
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(tensor.shape),
+                    "at": start,
+                    "length": stream.position - start,
+                    "crc32": stream.checksum,
+                }
+            )
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return records
+
+
+def file_of(rank: int) -> str:
+    """Name of the file with a rank's tensors; torch's own."""
+    return f"__{rank}_0.distcp"
+
+
+def record_of(rank: int) -> str:
+    """Name of the file with a rank's checksums and random state."""
+    return f"rank_{rank}.json"
