@@ -204,8 +204,7 @@ class Checkpoints:
             if found.path is not None and option.resume == "none":
                 raise CheckpointError(
                     f"checkpoint.resume is none, but {root} has checkpoints ({found.path.name}) that this "
-                    "run "
-                    "would replace; choose another checkpoint.dir, or set resume to auto"
+                    "run would replace; choose another checkpoint.dir, or set resume to auto"
                 )
         if option.resume in ("auto", "none"):
             return found

@@ -27,7 +27,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,7 @@ def complete(folder: Path, root: Path, mark: Mark, token: str) -> Path:
     Returns:
         The checkpoint's path.
     """
-    record = {"format": FORMAT, "odcengine": __version__, "written": time.time(), **mark.__dict__}
-    write_file(folder / MARK, json.dumps(record, indent=1).encode())
+    write_file(folder / MARK, dump_mark(mark))
     sync_folder(folder)
     final = root / mark.tag
     replaced = temporary(root, mark.tag, token, "old")
@@ -173,6 +172,16 @@ def complete(folder: Path, root: Path, mark: Mark, token: str) -> Path:
     sync_folder(root)
     remove(replaced)
     return final
+
+
+def dump_mark(mark: Mark) -> bytes:
+    """The contents of a completion mark."""
+    record = {"format": FORMAT, "odcengine": __version__, "written": time.time(), **asdict(mark)}
+    return json.dumps({**record, "sha256": _checksum(record)}, indent=1).encode()
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return sha256(json.dumps(record, sort_keys=True).encode())
 
 
 def remove(path: Path) -> None:
@@ -280,6 +289,9 @@ def _mark_of(record: Any, folder: Path) -> Mark:
         raise CheckpointError(
             f"{where}: format {record['format']} is newer than this odcengine {__version__} reads ({FORMAT})"
         )
+    checksum = record.pop("sha256", None) if isinstance(record, dict) else None
+    if checksum is None or checksum != _checksum(record):
+        raise CheckpointError(f"{where} is damaged: its checksum is wrong")
     try:
         files = {str(name): (int(size), str(sum_)) for name, (size, sum_) in record["files"].items()}
         numbers = {name: int(record[name]) for name in ("step", "world_size", "serial")}
@@ -356,8 +368,7 @@ def _newer_notes(root: Path, taken: Path) -> list[str]:
             read_mark(path)
             notes.append(
                 f"{path.name} is complete, too, but {LATEST} names {taken.name} (write {path.name} into it "
-                "to "
-                "go on from there)"
+                "to go on from there)"
             )
         except CheckpointError as error:
             notes.append(f"skipped: {error}")

@@ -97,8 +97,7 @@ def begin_export(
     if missing:
         raise CheckpointError(
             f"the weights are not complete: {missing[0]} is missing (of {len(missing)}); a checkpoint that "
-            "was "
-            "saved without frozen parameters holds no whole model"
+            "was saved without frozen parameters holds no whole model"
         )
     chosen = {
         stored: (

@@ -30,6 +30,7 @@ from odcengine.checkpoint.state import (
     set_optimizer_state,
     set_scheduler_state,
 )
+from odcengine.checkpoint.tensors import record_of
 from odcengine.errors import CheckpointError, OdcError
 from odcengine.start import Job
 
@@ -78,7 +79,7 @@ def choose(root: Path, tag: str | None) -> directory.Found:
     if tag is not None:
         directory.check_tag(tag)
         return directory.Found(root / tag)
-    if (root / directory.MARK).exists():
+    if any((root / name).exists() for name in (directory.MARK, directory.STATE, directory.METADATA)):
         return directory.Found(root)
     return directory.find(root)
 
@@ -153,6 +154,8 @@ def _look(folder: Path, trained: Trained, job: Job, parts: Parts) -> _Plan:
     source = Source(folder)
     rank, world_size = job.topology.rank, job.topology.world_size
     state = source.state
+    if rank == 0:  # also those that loading needs nothing of: who exports it later should hear of it now
+        source.check_small_files()
     if not isinstance(state.get("step"), int) or not isinstance(state.get("client_state"), dict):
         raise CheckpointError(f"{folder / directory.STATE} is damaged: it has no step or client_state")
     without_frozen = state.get("frozen") is not None
@@ -189,7 +192,7 @@ def _random_setter(source: Source, job: Job, parts: Parts) -> Callable[[], None]
         return lambda: None
     rank, device = job.topology.rank, job.device.torch_device
     if rank < source.mark.world_size:
-        return random_state_setter(source.random_state(rank), device, str(source.folder))
+        return random_state_setter(source.random_state(rank), device, str(source.folder / record_of(rank)))
     # More ranks than there were: new ones get numbers of their own, the same whenever this is loaded.
     text = f"{source.state['step']}-{rank}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -69,8 +69,7 @@ def encode(value: Any, where: str) -> Any:
         return {"$tensor": _tensor(value, where)}
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}; checkpoints hold tensors and "
-        "what "
-        "JSON can say (numbers, text, lists, dictionaries). Keep its plain values instead"
+        "what JSON can say (numbers, text, lists, dictionaries). Keep its plain values instead"
     )
 
 

@@ -147,7 +147,7 @@ class Saver:
         except CheckpointError as error:
             mine["error"] = str(error)
         everyone = [json.loads(text) for text in self._gather(json.dumps(mine))]
-        if problem := self._problem(everyone, root, tag):
+        if problem := self._problem(everyone):
             return problem
         answer = {}
         if self._rank == 0:
@@ -217,15 +217,15 @@ class Saver:
             files=self._describe() if self._rank == 0 else {},
         )
 
-    def _problem(self, everyone: list[dict[str, Any]], root: Path, tag: str) -> str | None:
+    def _problem(self, everyone: list[dict[str, Any]]) -> str | None:
+        first = everyone[0]
         for rank, said in enumerate(everyone):
             if said["error"]:
-                return f"checkpoint {tag} was not begun: {self._name(rank)}: {said['error']}"
-            if (said["root"], said["tag"]) != (everyone[0]["root"], everyone[0]["tag"]):
+                return f"checkpoint {first['tag']} was not begun: {self._name(rank)}: {said['error']}"
+            if (said["root"], said["tag"]) != (first["root"], first["tag"]):
                 return (
-                    f"checkpoint {tag} was not begun: {self._name(rank)} saves {said['tag']} to "
-                    f"{said['root']}, "
-                    f"rank 0 {everyone[0]['tag']} to {everyone[0]['root']}; give the same on all ranks"
+                    f"checkpoint {first['tag']} was not begun: {self._name(rank)} saves {said['tag']} to "
+                    f"{said['root']}, rank 0 {first['tag']} to {first['root']}; give the same on all ranks"
                 )
         return None
 

@@ -31,6 +31,7 @@ from odcengine.checkpoint.tensors import record_of
 from odcengine.errors import CheckpointError
 
 _FILE = re.compile(r"__(\d{1,9})_0\.distcp")
+_FIELDS = frozenset({"name", "dtype", "offsets", "sizes", "at", "length", "crc32"})
 _NAMED = 5  # names in a message
 
 
@@ -57,7 +58,7 @@ class Source:
             read_listed(folder, self.mark, METADATA), str(folder / METADATA)
         )
         self.state: dict[str, Any] = self._json(STATE)
-        self._checksums: dict[str, dict[tuple[int, int], int]] = {}
+        self._records: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
 
     def _json(self, name: str) -> dict[str, Any]:
         where = str(self.folder / name)
@@ -70,6 +71,16 @@ class Source:
         if not isinstance(value, dict):
             raise CheckpointError(f"{where} is damaged: it holds no record")
         return value
+
+    def check_small_files(self) -> None:
+        """Compare all files but the tensors' with the mark.
+
+        Raises:
+            CheckpointError: one is damaged.
+        """
+        for name, (_, checksum) in self.mark.files.items():
+            if checksum:
+                read_listed(self.folder, self.mark, name)
 
     def random_state(self, rank: int) -> Any:
         """What rank ``rank`` saved of its random generators."""
@@ -124,8 +135,7 @@ class Source:
             if entry.properties.dtype != tensor.dtype:
                 raise CheckpointError(
                     f"{self.folder}: {name} is {entry.properties.dtype}, here {tensor.dtype}; make the model "
-                    "in "
-                    "the dtype in which it was trained"
+                    "in the dtype in which it was trained"
                 )
 
     def verify(self, items: Sequence[ReadItem]) -> None:
@@ -188,35 +198,45 @@ class Source:
     def _read(self, index: MetadataIndex) -> torch.Tensor:
         entry, info = self.entry(index.fqn), self._info(index)
         assert entry is not None  # from the metadata itself
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        dtype, offsets = entry.properties.dtype, index.offset
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == offsets)
         path = self.folder / info.relative_path
         where = f"{path}: {index.fqn} (bytes {info.offset} to {info.offset + info.length})"
-        expected = self._checksum(info, where)
+        record = self._record(info, where)
+        named = (record["name"], record["dtype"], record["sizes"], record["offsets"])
+        if named != (index.fqn, str(dtype).removeprefix("torch."), list(sizes), list(offsets or ())):
+            raise CheckpointError(
+                f"{where}: {METADATA} says something else of it than the record of its rank"
+            )
         data = _read_bytes(path, info.offset, info.length, where)
-        if zlib.crc32(data) != expected:
+        if zlib.crc32(data) != record["crc32"]:
             raise CheckpointError(f"{where} is damaged: its checksum is another one than when it was written")
         try:
-            return _tensor_in(data, entry.properties.dtype, sizes)
+            return _tensor_in(data, dtype, sizes)
         except (ValueError, KeyError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
             raise CheckpointError(f"{where} is damaged: {error}") from error
 
-    def _checksum(self, info: StorageInfo, where: str) -> int:
+    def _record(self, info: StorageInfo, where: str) -> dict[str, Any]:
+        """What the rank that wrote a chunk has noted of it."""
         file = info.relative_path
-        if file not in self._checksums:
+        if file not in self._records:
             match = _FILE.fullmatch(file)
             if match is None or file not in self.mark.files:
                 raise CheckpointError(f"{where}: the file is none of this checkpoint's")
-            record = self._json(record_of(int(match[1])))
+            name = record_of(int(match[1]))
+            table: dict[tuple[int, int], dict[str, Any]] = {}
             try:
-                self._checksums[file] = {
-                    (int(r["at"]), int(r["length"])): int(r["crc32"]) for r in record["tensors"]
-                }
-            except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{self.folder / record_of(int(match[1]))} is damaged") from error
-        checksum = self._checksums[file].get((info.offset, info.length))
-        if checksum is None:
+                for record in self._json(name)["tensors"]:
+                    if not record.keys() >= _FIELDS:
+                        raise KeyError("a field is missing")
+                    table[int(record["at"]), int(record["length"])] = record
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise CheckpointError(f"{self.folder / name} is damaged: {error}") from error
+            self._records[file] = table
+        found = self._records[file].get((info.offset, info.length))
+        if found is None:
             raise CheckpointError(f"{where}: {METADATA} and the record of its rank do not agree")
-        return checksum
+        return found
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

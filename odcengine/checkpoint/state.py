@@ -197,8 +197,7 @@ def new_optimizer_state(
     if saved.get("type") != kind:
         raise CheckpointError(
             f"{source.folder} has the state of {saved.get('type')}, here the optimizer is {kind}; use the "
-            "same, "
-            "or load without the optimizer's state"
+            "same, or load without the optimizer's state"
         )
     _compare_groups(source, saved["groups"], trained.optimizer, names)
     states: dict[int, dict[str, Any]] = {}
@@ -220,8 +219,7 @@ def new_optimizer_state(
                 if source.mark.world_size != world_size:
                     raise CheckpointError(
                         f"{source.folder}: the optimizer's {key} of {name} has a part of each rank's own, "
-                        "which "
-                        f"only {source.mark.world_size} ranks can load, not {world_size}"
+                        f"which only {source.mark.world_size} ranks can load, not {world_size}"
                     )
             entry = source.entry(where)
             if entry is None:
@@ -253,8 +251,7 @@ def _device(parameter: torch.Tensor) -> torch.device:
 
 
 def _devices_of_scalars(optimizer: Optimizer) -> dict[int, torch.device]:
-    """Where torch's optimizers want the number of steps: with the parameter for fused ones, else on the "
-    "CPU."""
+    """Where torch's optimizers want the number of steps: beside fused ones' parameters, else on the CPU."""
     found = {}
     for group in optimizer.param_groups:
         beside = group.get("fused") or group.get("capturable")
@@ -340,8 +337,7 @@ def check_scheduler(source: Source, scheduler: LRScheduler | None) -> None:
     if here != there:
         raise CheckpointError(
             f"{source.folder} has the state of {there or 'no scheduler'}, here it is {here or 'none'}; use "
-            "the "
-            "same, or load without the scheduler's state"
+            "the same, or load without the scheduler's state"
         )
 
 
