@@ -21,6 +21,7 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def add(self, key: str, amount: int) -> int: ...
+    def delete_key(self, key: str) -> bool: ...
 
 
 class OtherNodes:
@@ -48,15 +49,20 @@ class OtherNodes:
         self._interval_s = min(_INTERVAL_S, timeout_s / 6)
         self._next_exchange = 0.0
         self._next_look = 0
+        self._drawn_from: int | None = None  # the minibatch that this rank has drawn from last
 
     def draw(self, serial: int) -> int:
         """The next number of minibatch ``serial`` that no rank of the job has drawn, from 0."""
         try:
-            return self._store.add(f"odc-draw-{serial}", 1) - 1
+            number = self._store.add(f"odc-draw-{serial}", 1) - 1
+            before, self._drawn_from = self._drawn_from, serial
+            if number == 0 and before not in (None, serial):
+                self._store.delete_key(f"odc-draw-{before}")  # a barrier lies between: nobody draws from it
         except RuntimeError as error:
             raise PeerError(
                 f"the store between the nodes does not answer ({error}); is rank 0 gone?"
             ) from error
+        return number
 
     def exchange(self, *, now: bool = False) -> None:
         """Show this node's progress and look for failures of others; only now and then unless ``now``.

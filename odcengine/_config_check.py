@@ -28,10 +28,6 @@ REFUSED_VALUES: dict[str, tuple[tuple[Any, str], ...]] = {
         for stage in (0, 1, 2)
     ),
     "odc.backend": (("deepspeed", f"deepspeed {_LATER}; expected fsdp2"),),
-    "odc.transport": tuple(
-        (name, f"{name} is planned, but {_LATER}; expected auto, shm, cuda_p2p, nvshmem or collective")
-        for name in ("mpi",)
-    ),
     "odc.deterministic": (
         (
             True,

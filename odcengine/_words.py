@@ -99,5 +99,10 @@ class Word(enum.IntEnum):
     DRAWN = 18  # and how many numbers they have drawn from it
 
 
+def make_tag(meeting: Meeting, number: int) -> int:
+    """A meeting in one number, which ranks that meet compare."""
+    return meeting * MEETING_RANGE + number
+
+
 def explain_tag(tag: int) -> str:
     return Meeting(tag // MEETING_RANGE).explain(tag % MEETING_RANGE)

@@ -41,6 +41,7 @@ from odcengine.start import Job, equalize_weights, join
 from odcengine.topology import read_rank_info
 from odcengine.transport.base import Grid, Transport
 from odcengine.transport.heap import heap_needed
+from odcengine.transport.mpi import MpiTransport
 from odcengine.transport.shm import ShmTransport
 
 logger = logging.getLogger(__name__)
@@ -285,6 +286,8 @@ def _shard(
 
 def _make_transport(job: Job, config: Config, groups: Sequence[ParamGroup]) -> Transport:
     grid, device = Grid.of(job.topology), job.device.torch_device
+    if job.mpi is not None:
+        return MpiTransport(job.control, grid, job.mpi)
     if device.type == "cpu":
         return ShmTransport(job.control, grid)
     if config.odc.transport == "nvshmem":

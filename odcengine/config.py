@@ -292,7 +292,7 @@ PARAMS: dict[str, dict[str, type[BaseModel]]] = {
 # --- our own sections ---------------------------------------------------------------------------
 
 
-DEVICE_OF_TRANSPORT = {"shm": "cpu", "cuda_p2p": "cuda", "nvshmem": "cuda"}
+DEVICE_OF_TRANSPORT = {"shm": "cpu", "mpi": "cpu", "cuda_p2p": "cuda", "nvshmem": "cuda"}
 """Where ranks compute with each transport; the others leave it open."""
 
 
@@ -305,9 +305,10 @@ class Odc(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where ranks compute; auto: one GPU a rank where there are any."
     )
-    transport: Literal["auto", "shm", "cuda_p2p", "nvshmem", "collective"] = Field(
+    transport: Literal["auto", "shm", "mpi", "cuda_p2p", "nvshmem", "collective"] = Field(
         default="auto",
-        description="shm: shared memory between CPU ranks of one host; cuda_p2p: GPUs of one node that "
+        description="shm: shared memory between CPU ranks of one host; mpi: CPU ranks of any hosts, by MPI's "
+        "windows; cuda_p2p: GPUs of one node that "
         "address each other's memory (NVLink, PCIe); nvshmem: GPUs through NVSHMEM's heap; collective: "
         "FSDP2's own collectives, the baseline; auto: the best one-sided transport for the ranks, never "
         "collective.",

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
@@ -30,7 +30,7 @@ import numpy as np
 
 from odcengine._between_nodes import OtherNodes, Store
 from odcengine._memory import FileLocks, create_memory, map_memory, share_descriptors
-from odcengine._words import MEETING_RANGE, Meeting, Phase, Word, explain_tag
+from odcengine._words import MEETING_RANGE, Meeting, Phase, Word, explain_tag, make_tag
 from odcengine.errors import DeadlineError, PeerError, UsageError
 from odcengine.topology import Topology
 
@@ -341,7 +341,9 @@ class ControlBlock:
         awaited: Callable[[], Sequence[int]],
         *,
         everyone: bool = False,
+        elsewhere: Callable[[], Sequence[int]] | None = None,
         timeout_s: float | None = None,
+        idle: bool = True,
     ) -> float:
         """Wait for ``ready`` with an eye on failures, deaths and deadlines.
 
@@ -355,7 +357,9 @@ class ControlBlock:
             awaited: returns the local indices that have not arrived yet; called now and then.
             everyone: all ranks of the job are awaited and nobody can tell who has arrived; then the limit
                 counts from the last progress of any rank.
+            elsewhere: returns the global ranks of other nodes that have not arrived yet; called now and then.
             timeout_s: limit in seconds without a sign of life; the block's own by default.
+            idle: this is time lost by waiting, and recorded as such; not while data is on its way.
 
         Returns:
             Seconds spent.
@@ -382,7 +386,8 @@ class ControlBlock:
                     if now >= next_check:
                         next_check = now + int(_PEER_CHECK_S * 1e9)
                         self._check_failures()
-                        self._check_deadline(awaited(), everyone, counted_from, limit_s, what)
+                        remote = elsewhere() if elsewhere is not None else ()
+                        self._check_deadline(awaited(), remote, everyone, counted_from, limit_s, what)
                 except PeerError:
                     if ready():
                         break
@@ -390,9 +395,22 @@ class ControlBlock:
         finally:
             self._mine[Word.WAITS_FOR] = 0
         end = time.monotonic_ns()
-        if self.recorder is not None:
+        if self.recorder is not None and idle:
             self.recorder.add("wait", begun / 1e9, end / 1e9)
         return (end - begun) / 1e9
+
+    def wait_for_ranks(
+        self, ready: Callable[[], bool], what: str, ranks: Callable[[], Sequence[int]], *, idle: bool = True
+    ) -> float:
+        """:meth:`wait_until`, for global ranks of any node that have not arrived yet."""
+        peers = self.topology.peers
+        return self.wait_until(
+            ready,
+            what,
+            lambda: [peers.index(rank) for rank in ranks() if rank in peers],
+            elsewhere=lambda: [rank for rank in ranks() if rank not in peers],
+            idle=idle,
+        )
 
     def wait_work(self, work: Work, what: str) -> float:
         """Wait for an asynchronous collective over all ranks; as :meth:`wait_until`."""
@@ -421,7 +439,13 @@ class ControlBlock:
         ) from error
 
     def _check_deadline(
-        self, awaited: Sequence[int], everyone: bool, start: int, limit_s: float, what: str
+        self,
+        awaited: Sequence[int],
+        elsewhere: Sequence[int],
+        everyone: bool,
+        start: int,
+        limit_s: float,
+        what: str,
     ) -> None:
         for index in awaited:
             if self._words[index, Word.STATE] == _LEFT:
@@ -433,9 +457,10 @@ class ControlBlock:
                 )
         now = time.monotonic_ns()
         signs = {index: int(self._words[index, Word.ALIVE_NS]) for index in awaited if index != self._me}
-        remote = {}
-        if everyone and self._other_nodes is not None:
-            remote = self._other_nodes.signs_of_life(limit_s)
+        found: dict[int, tuple[int, bool]] = {}
+        if (everyone or elsewhere) and self._other_nodes is not None:
+            found = self._other_nodes.signs_of_life(limit_s)
+        remote = {rank: sign for rank, sign in found.items() if everyone or rank in elsewhere}
         by_rank = {self.topology.peers[index]: sign for index, sign in signs.items()}
         by_rank |= {rank: sign for rank, (sign, _) in remote.items()}
         newest = max(by_rank.values(), default=0)
@@ -450,6 +475,10 @@ class ControlBlock:
             return
         silent = [index for index, sign in signs.items() if sign < latest]
         silent_remote = [rank for rank, (sign, _) in remote.items() if sign < latest]
+        if not everyone:
+            # Nodes pass no signs on, so one that waits itself is given up only when nobody moves any more.
+            moved = max([sign for sign, _ in found.values()] + self._words[:, Word.PROGRESS_NS].tolist())
+            silent_remote = [rank for rank in silent_remote if moved < latest or not remote[rank][1]]
         if not silent and not silent_remote:
             return
         # Those who wait for somebody themselves are victims.
@@ -514,7 +543,7 @@ class ControlBlock:
             PeerError: as :meth:`wait_until`.
         """
         self._barriers += 1
-        arrivals, tag = self._barriers, meeting * MEETING_RANGE + number
+        arrivals, tag = self._barriers, make_tag(meeting, number)
         # A rank can be one barrier ahead while this one still reads, never two: hence two words.
         word = Word.TAG_ODD if arrivals % 2 else Word.TAG_EVEN
         with self._slot_lock(self._me):
@@ -529,20 +558,30 @@ class ControlBlock:
         )
         self._synchronize_with(range(self._size))
         self._ended = None
-        self._compare_tags(self._words[:, word].tolist())
+        self.compare_tags(dict(zip(self.topology.peers, self._words[:, word].tolist(), strict=True)))
         return seconds
 
-    def _compare_tags(self, tags: list[int]) -> None:
-        meetings = [Meeting(tag // MEETING_RANGE) for tag in tags]
-        if all(tag == tags[0] for tag in tags) or set(meetings) == {Meeting.CLOSE, Meeting.EXIT}:
+    def compare_tags(self, tags: Mapping[int, int]) -> None:
+        """Raise where ranks that have met were at different places.
+
+        Args:
+            tags: of each global rank the place, from ``make_tag``; this rank's own among them.
+
+        Raises:
+            UsageError: names who is where.
+            PeerError: the same, where another rank has ended its script.
+        """
+        meetings = {rank: Meeting(tag // MEETING_RANGE) for rank, tag in tags.items()}
+        if len(set(tags.values())) == 1 or set(meetings.values()) == {Meeting.CLOSE, Meeting.EXIT}:
             return
-        places = [f"{self.describe(index)} is at {explain_tag(tag)}" for index, tag in enumerate(tags)]
+        places = [f"{self.describe_rank(rank)} is at {explain_tag(tag)}" for rank, tag in tags.items()]
         message = (
             f"ranks ran different programs: {'; '.join(places)}. Every rank must call step() the same number "
             "of times, also with no micro-batch, and close() after that"
         )
-        if Meeting.EXIT in meetings and meetings[self._me] is not Meeting.EXIT:
-            raise PeerError(message, self.topology.peers[meetings.index(Meeting.EXIT)])
+        ended = [rank for rank, meeting in meetings.items() if meeting is Meeting.EXIT]
+        if ended and self.topology.rank not in ended:
+            raise PeerError(message, ended[0])
         raise UsageError(message)
 
     def _synchronize_with(self, indices: Iterable[int]) -> None:
@@ -664,6 +703,11 @@ class ControlBlock:
         text = self.topology.describe(self.topology.peers[index])
         pid = int(self._words[index, Word.PID])
         return f"{text[:-1]}, pid {pid})" if pid else text
+
+    def describe_rank(self, rank: int) -> str:
+        """Name a global rank in messages, with its process id where it is of this node."""
+        peers = self.topology.peers
+        return self.describe(peers.index(rank)) if rank in peers else self.topology.describe(rank)
 
     def _where(self, index: int) -> str:
         words = self._words[index]

@@ -29,6 +29,7 @@ from odcengine.control import ControlBlock
 from odcengine.device import Device, check_devices, choose_device, identity_of
 from odcengine.errors import ConfigError
 from odcengine.topology import RankInfo, Topology, build_topology
+from odcengine.transport._mpi_start import Mpi, start_mpi
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,11 @@ class Job:
     """This rank's place in the job.
 
     Attributes:
-        topology: ranks and nodes.
-        control: the node's control block.
+        topology: ranks and nodes as windows are laid out over them.
+        control: the control block of this rank's node; its topology has the real nodes even where windows
+            join several hosts.
         device: where this rank computes.
+        mpi: MPI, with the ranks of the job, where the transport needs it.
         start_group: process group of all ranks for tensors of the host, with the limit of the start.
         host_group: gloo process group of all ranks, for small host-side exchanges at the boundary.
         node_group: process group of the ranks of this node, for exchanges between their devices.
@@ -59,6 +62,7 @@ class Job:
     node_group: dist.ProcessGroup
     between_nodes: dist.ProcessGroup | None
     at_exit: Callable[[], None]
+    mpi: Mpi | None = None
 
     def leave(self) -> None:
         """Give up the groups with their sockets and threads, once no rank uses them any more."""
@@ -128,22 +132,24 @@ def _join(info: RankInfo, config: Config) -> Job:
     found = build_topology(info, exchange, node_size=options.node_size)
     check_devices(exchange(identity_of(device)), [found.describe(rank) for rank in range(info.world_size)])
     topology = _choose_nodes(found, config, device)
+    watched = found if options.transport == "mpi" else topology
+    mpi = start_mpi(info, exchange) if options.transport == "mpi" and info.world_size > 1 else None
     host_group = dist.new_group(backend="gloo", timeout=_NEVER)
     node_group, between_nodes = _new_groups(topology, device)
 
     # One token a node, made by its first rank: the key to the node's shared memory.
     tokens = exchange(secrets.token_hex(16))
     control = ControlBlock(
-        topology,
-        token=tokens[topology.peers[0]],
+        watched,
+        token=tokens[watched.peers[0]],
         timeout_s=options.timeout_s,
         startup_timeout_s=options.startup_timeout_s,
-        store=_open_store(topology, exchange, startup) if topology.num_nodes > 1 else None,
+        store=_open_store(watched, exchange, startup) if watched.num_nodes > 1 else None,
         error_file=info.error_file,
     )
     at_exit = functools.partial(_abandon, _groups(start_group, host_group, node_group, between_nodes))
     atexit.register(at_exit)
-    return Job(topology, control, device, start_group, host_group, node_group, between_nodes, at_exit)
+    return Job(topology, control, device, start_group, host_group, node_group, between_nodes, at_exit, mpi)
 
 
 def _start_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
@@ -284,7 +290,7 @@ def _choose_nodes(topology: Topology, config: Config, device: Device) -> Topolog
         )
     if mode == "hybrid" or (mode == "auto" and topology.is_even):
         return topology
-    if not one_machine:
+    if not one_machine and config.odc.transport != "mpi":
         name = config.odc.transport
         if name == "auto":
             name = "shm" if device.type == "cpu" else "cuda_p2p"
@@ -292,6 +298,7 @@ def _choose_nodes(topology: Topology, config: Config, device: Device) -> Topolog
             f"odc.transport: {name} joins ranks of one host, but with `odc.sharding: {mode}` it would have "
             f"to join the hosts {sorted(set(topology.hosts))}; use `odc.sharding: hybrid` with equal numbers "
             f"of ranks on each, which keeps {name} inside each host"
+            + (", or `odc.transport: mpi`" if device.type == "cpu" else "")
         )
     return topology.flat()
 

@@ -39,6 +39,7 @@ class LauncherTable:
         optional: the same, for variables that may be missing.
         marker: a variable that must be set too, where two launchers share names.
         job: variables that name the job, equal on all its ranks and different in another.
+        starts_mpi: MPI can start in the processes that have these variables.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LauncherTable:
     optional: Mapping[str, str]
     marker: str | None = None
     job: tuple[str, ...] = ()
+    starts_mpi: bool = True
 
 
 # The innermost first. OMPI_COMM_WORLD_NODE_RANK is missing on purpose: it numbers processes, not nodes.
@@ -59,6 +61,7 @@ LAUNCHERS: tuple[LauncherTable, ...] = (
             "node_rank": "GROUP_RANK",
             "num_nodes": "GROUP_WORLD_SIZE",
         },
+        starts_mpi=False,
     ),
     LauncherTable(
         name="Open MPI",
@@ -107,10 +110,26 @@ LAUNCHERS: tuple[LauncherTable, ...] = (
             "num_nodes": "SLURM_STEP_NUM_NODES",
         },
         job=("SLURM_JOB_ID",),
+        starts_mpi=False,  # unless its step has PMIx's variables, or PMI's, as well
     ),
 )
 # Of any batch system: what tells two jobs on one host apart where the launcher says nothing.
 _JOB_NAMES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "JOB_ID")
+
+
+@dataclass(frozen=True)
+class MpiPlace:
+    """What MPI will call this process, as far as its launcher's variables tell.
+
+    Attributes:
+        rank: rank in MPI_COMM_WORLD.
+        size: its number of ranks, or None.
+        words: the launcher with its variables and values, for messages.
+    """
+
+    rank: int
+    size: int | None
+    words: str
 
 
 @dataclass(frozen=True)
@@ -129,6 +148,7 @@ class RankInfo:
         error_file: where odc-launch looks for this rank's error record.
         num_nodes: number of nodes.
         plan_hash: hash of odc-launch's plan, equal on all ranks that were started alike.
+        mpi: the place that mpirun, or srun with PMIx or PMI, gave this process; None where MPI cannot start.
         warnings: what the user should know, one line each.
     """
 
@@ -143,6 +163,7 @@ class RankInfo:
     error_file: str | None = None
     num_nodes: int | None = None
     plan_hash: str | None = None
+    mpi: MpiPlace | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -206,9 +227,15 @@ def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
         config_file=env.get("ODC_CONFIG"),
         error_file=env.get("ODC_ERROR_FILE"),
         plan_hash=env.get("ODC_PLAN_HASH"),
+        mpi=_mpi_place(claims),
         warnings=_request_warnings(first, env),
     )
     return replace(info, rendezvous=_rendezvous(env, info, [claim.table.name for claim in equal]))
+
+
+def _mpi_place(claims: Sequence[_Claim]) -> MpiPlace | None:
+    claim = next((claim for claim in claims if claim.table.starts_mpi), None)
+    return None if claim is None else MpiPlace(claim.numbers["rank"], claim.get("world_size"), claim.tell())
 
 
 def job_port(job: str) -> int:

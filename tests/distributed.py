@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,14 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     env: dict[str, str] | None = None,
+    env_of_ranks: Sequence[dict[str, str]] | None = None,
     gpus: bool = False,
     during: Callable[[list[int]], None] | None = None,
 ) -> list[RankResult]:
     """Run ``function(rank, world_size, *args)`` on ``world_size`` processes and wait for all of them.
 
-    Ranks see no GPU unless ``gpus``. ``during`` is called once with the process ids while they run (to kill
+    Ranks see no GPU unless ``gpus``. ``env`` is for all, ``env_of_ranks`` for each.
+    ``during`` is called once with the process ids while they run (to kill
     or stop one). Ranks that have not ended at the deadline are killed and reported with their Python stacks.
     Never raises for a rank's failure.
     """
@@ -130,9 +132,9 @@ def run_ranks(
         processes = [
             _CONTEXT.Process(
                 target=_child,
-                args=(function, rank, world_size, port, folder, timeout_s, env or {}, gpus, args),
+                args=(function, rank, world_size, port, folder, timeout_s, settings, gpus, args),
             )
-            for rank in range(world_size)
+            for rank, settings in enumerate(env_of_ranks or [env or {}] * world_size)
         ]
         for process in processes:
             process.start()

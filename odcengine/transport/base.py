@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import abc
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -135,12 +136,31 @@ class Grid:
 
 @dataclass
 class Traffic:
-    """What this rank moved since the counters were last reset, in bytes and calls."""
+    """What this rank moved since the counters were last reset, in bytes and calls.
+
+    Attributes:
+        pulled_bytes, pushed_bytes: this rank's own shard included where it goes the same way.
+        num_pulls, num_pushes: calls, or rows of calls for all shards.
+        bytes_of_rank: both by the global rank that was pulled from or pushed to.
+    """
 
     pulled_bytes: int = 0
     pushed_bytes: int = 0
     num_pulls: int = 0
     num_pushes: int = 0
+    bytes_of_rank: Counter[int] = field(default_factory=Counter)
+
+    def pulled(self, rank: int, nbytes: int) -> None:
+        """Count a pull from a global rank."""
+        self.num_pulls += 1
+        self.pulled_bytes += nbytes
+        self.bytes_of_rank[rank] += nbytes
+
+    def pushed(self, rank: int, nbytes: int) -> None:
+        """Count a push to a global rank."""
+        self.num_pushes += 1
+        self.pushed_bytes += nbytes
+        self.bytes_of_rank[rank] += nbytes
 
 
 class Transport(abc.ABC):
@@ -155,6 +175,26 @@ class Transport(abc.ABC):
         self.control = control
         self.grid = grid
         self.traffic = Traffic()
+        self._ranks = grid.shards[grid.node]  # by local index
+        self._rank_of_shard = {  # whose memory its row is in
+            shard: rank for row in grid.shards for shard, rank in zip(row, self._ranks, strict=True)
+        }
+
+    def bytes_of_node(self) -> dict[int, int]:
+        """Bytes that this rank pulled from and pushed to each node, by the node's index.
+
+        Nodes are those of the control block: what other nodes have here crossed their boundary.
+        """
+        nodes = self.control.topology.nodes
+        return {
+            node: sum(self.traffic.bytes_of_rank[rank] for rank in ranks) for node, ranks in enumerate(nodes)
+        }
+
+    @property
+    def crossed_bytes(self) -> int:
+        """Bytes that this rank pulled and pushed over node boundaries since the counters were last reset."""
+        own = self.control.topology.node
+        return sum(nbytes for node, nbytes in self.bytes_of_node().items() if node != own)
 
     @abc.abstractmethod
     def allocate(self, plan: WindowPlan) -> list[Window]:

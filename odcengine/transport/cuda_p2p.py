@@ -222,8 +222,7 @@ class CudaP2PTransport(Transport):
         out.copy_(view[node].narrow(0, offset, out.numel()), non_blocking=True)
         stream = torch.cuda.current_stream(self._device)
         self._pull_streams.setdefault(stream.cuda_stream, stream)
-        self.traffic.num_pulls += 1
-        self.traffic.pulled_bytes += out.numel() * out.element_size()
+        self.traffic.pulled(self._ranks[peer], out.numel() * out.element_size())
 
     def gather(self, window: Window, out: torch.Tensor, epoch: int) -> float:
         if not self._all_mapped:
@@ -277,8 +276,8 @@ class CudaP2PTransport(Transport):
             self._add(window, rows, offset, shard)
         done.record(self._push_stream)
         rows.record_stream(self._push_stream)
-        self.traffic.num_pushes += count
-        self.traffic.pushed_bytes += rows.numel() * rows.element_size()
+        for row in range(count) if shard is None else (shard,):
+            self.traffic.pushed(self._rank_of_shard[row], numel * rows.element_size())
 
     def _add(self, window: Window, rows: torch.Tensor, offset: int, shard: int | None) -> None:
         addresses = self._addresses[window.index]

@@ -167,8 +167,7 @@ class NvshmemTransport(CudaP2PTransport):
             part.copy_(self._landing[: part.numel()], non_blocking=True)
             self._landing_free.record(stream)
         self._pull_streams.setdefault(stream.cuda_stream, stream)
-        self.traffic.num_pulls += 1
-        self.traffic.pulled_bytes += target.numel()
+        self.traffic.pulled(self._ranks[peer], target.numel())
 
     def _at(self, window: Window, node: int, offset: int) -> int:
         """Symmetric address of an element: that of this rank's own."""
@@ -193,8 +192,7 @@ class NvshmemTransport(CudaP2PTransport):
                 waited += self._wait_for_slot(peer)
                 self._send(window, peer, node, source[start : start + step], offset + start)
         source.record_stream(self._push_stream)
-        self.traffic.num_pushes += 1
-        self.traffic.pushed_bytes += source.numel() * source.element_size()
+        self.traffic.pushed(self._ranks[peer], source.numel() * source.element_size())
         return waited
 
     def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:

@@ -53,15 +53,20 @@ def _layout(name: str) -> list[RankResult]:
 
 
 @functools.cache
-def _reference(case: str, world_size: int) -> dict[str, Any]:
+def reference_of(case: str, world_size: int) -> dict[str, Any]:
+    """What one process computes."""
     return reference(BY_NAME[case], world_size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_equals_one_process(name: str, layout: str) -> None:
-    case, right = BY_NAME[name], _reference(name, LAYOUTS[layout][0])
     ranks = [result[name] for result in values(_layout(layout))]
+    check(BY_NAME[name], ranks, reference_of(name, LAYOUTS[layout][0]))
+
+
+def check(case: Case, ranks: list[dict[str, Any]], right: dict[str, Any]) -> None:
+    """What the ranks have trained is what one process has."""
     errors = compare(case, ranks, right)
     assert errors["gradient"] <= case.grad_tolerance
     assert errors["weights"] <= case.weight_tolerance

@@ -71,6 +71,10 @@ class Backend(abc.ABC):
     def transport(self, control: ControlBlock) -> Transport:
         """The transport of this rank, without windows."""
 
+    def run(self, function: Callable[..., Any], *args: Any, **settings: Any) -> list[RankResult]:
+        """Starts the processes, as ``run_ranks``."""
+        return run_ranks(function, *args, **settings)
+
     def make(self, rank: int, token: str) -> tuple[ControlBlock, Transport]:
         """Both of them."""
         control = self.control(rank, token)
@@ -86,7 +90,7 @@ def launch(
 ) -> list[RankResult]:
     """Run ``function(rank, world_size, backend, token, *args)`` on all ranks of the backend."""
     token = f"{backend.name}-{secrets.token_hex(8)}"
-    return run_ranks(
+    return backend.run(
         function,
         backend.world_size,
         backend,

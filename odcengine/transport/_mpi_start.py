@@ -1,0 +1,303 @@
+"""Starting MPI, and entering it: one runtime a process, whose calls of several threads are taken one by one.
+
+MPI is started with MPI_THREAD_SERIALIZED: its threads may all call it, one at a time, which a lock sees to.
+Open MPI 4 has no windows over TCP with the level above (MPI_THREAD_MULTIPLE), which mpi4py asks for by
+default, so the level is chosen before mpi4py starts MPI by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from odcengine.control import ControlBlock
+from odcengine.errors import ConfigError, OdcError
+from odcengine.topology import RankInfo
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+NAP_S = 6e-5
+"""Between two entries of the helper thread where MPI needs it: with the kernel's slack under 0.2 ms."""
+IDLE_NAP_S = 5e-3
+_SWITCH_INTERVAL_S = 1e-4  # Python's 5 ms would be the helper's delay beside a thread that runs Python code
+_FIRST_LOOK_S = 1.0
+
+_HOW_TO_START = (
+    "start one MPI process a rank: `mpirun -np N odc-launch ...`, `odc-launch --launcher mpi`, or under "
+    "SLURM `srun --mpi=pmix` (odc-launch --srun-arg=--mpi=pmix; `srun --mpi=list` shows what there is)"
+)
+
+
+class Mpi:
+    """The process's MPI.
+
+    Attributes:
+        module: ``mpi4py.MPI``.
+        version: the library, for logs and messages.
+        kept: what must live until the process ends, because MPI may still write to it.
+    """
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.version = ""
+        self.kept: list[Any] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._finished_well = False
+        self._polls: dict[Callable[[], None], float] = {}
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._user_switch_interval_s: float | None = None
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def entered(self, control: ControlBlock) -> Iterator[Any]:
+        """Be the one thread that calls MPI; raises as every wait of ``control`` where it is not let in."""
+        if not self._lock.acquire(timeout=_FIRST_LOOK_S):
+            control.wait_until(
+                lambda: self._lock.acquire(blocking=False),
+                "MPI, which another thread is in",
+                list,
+                everyone=True,
+            )
+        try:
+            yield self.module
+        finally:
+            self._lock.release()
+
+    def call(
+        self,
+        function: Callable[[], Result],
+        what: str,
+        control: ControlBlock,
+        ranks: Callable[[], Sequence[int]],
+    ) -> Result:
+        """Make a call that waits for other ranks, so that it can be given up.
+
+        It runs in a thread of its own; this one waits with an eye on deadlines and failures. A call that is
+        given up stays where it is, and the process ends around it.
+
+        Args:
+            function: makes the call.
+            what: what is awaited, for messages.
+            control: the node's control block.
+            ranks: the global ranks that it waits for.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            PeerError: as ``ControlBlock.wait_until``.
+        """
+        done: list[Result] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with self._lock:
+                    done.append(function())
+            except BaseException as error:
+                failed.append(error)
+
+        threading.Thread(target=run, name="odc-mpi-call", daemon=True).start()
+        control.wait_for_ranks(lambda: bool(done or failed), what, ranks)
+        if failed:
+            raise failed[0]
+        return done[0]
+
+    # -- progress --------------------------------------------------------------------------------------
+
+    def serve(self, poll: Callable[[], None], nap_s: float) -> None:
+        """Have the helper thread call ``poll``, alone in MPI, every ``nap_s`` seconds from now on."""
+        self._polls[poll] = nap_s
+        if self._user_switch_interval_s is None and nap_s < _SWITCH_INTERVAL_S:
+            self._user_switch_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._user_switch_interval_s, _SWITCH_INTERVAL_S))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="odc-mpi", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def stop_serving(self, poll: Callable[[], None]) -> None:
+        """No call of ``poll`` begins after this; the caller must not be in MPI."""
+        with self._lock:
+            self._polls.pop(poll, None)
+        if not any(nap_s < _SWITCH_INTERVAL_S for nap_s in self._polls.values()):
+            if self._user_switch_interval_s is not None:
+                sys.setswitchinterval(self._user_switch_interval_s)
+            self._user_switch_interval_s = None
+
+    @contextlib.contextmanager
+    def without_helper(self) -> Iterator[None]:
+        """The helper thread rests inside of this block."""
+        with self._lock:
+            resting, self._polls = self._polls, {}
+        try:
+            yield
+        finally:
+            self._polls = resting | self._polls
+            self._wake.set()
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                polls = self._polls
+                for poll in tuple(polls):
+                    poll()
+            if polls:
+                time.sleep(min(polls.values(), default=IDLE_NAP_S))
+            else:
+                self._wake.clear()
+                if not self._polls:
+                    self._wake.wait()
+
+    # -- start and end -----------------------------------------------------------------------------------
+
+    def start(self) -> str | None:
+        """Start MPI, or adopt it where it runs; returns what is wrong, or None."""
+        if self.module is None:
+            try:
+                self.module = _load()
+            except ConfigError as error:
+                return str(error)
+        mpi: Any = self.module
+        if mpi.Is_finalized():
+            return "odc.transport: mpi: MPI has been finalized in this process, and cannot start twice"
+        if not mpi.Is_initialized():
+            mpi.Init_thread(mpi.THREAD_SERIALIZED)
+            atexit.register(self.finish)
+        if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+            return (
+                "odc.transport: mpi needs MPI_THREAD_SERIALIZED, since a helper thread has to enter MPI, but "
+                "MPI runs with less; let odcengine.initialize start it, or set mpi4py.rc.thread_level = "
+                "'serialized' before mpi4py.MPI is imported"
+            )
+        self.version = " ".join(mpi.Get_library_version().split("\0")[0].split(",")[0].split())
+        return None
+
+    @property
+    def has_all_threads(self) -> bool:
+        """MPI runs with MPI_THREAD_MULTIPLE."""
+        return bool(self.module.Query_thread() == self.module.THREAD_MULTIPLE)
+
+    def closed(self, *, well: bool) -> None:
+        """A transport has been closed, in good order or after a failure."""
+        self._finished_well = well
+
+    def finish(self) -> None:
+        """End MPI, which all ranks do together; after a failure leave it, since the others may be gone."""
+        unhandled = getattr(sys, "last_value", None) is not None
+        well = self._finished_well and not self._polls and not unhandled and os.getpid() == self._pid
+        if well and not self.module.Is_finalized():
+            self.module.Finalize()
+
+
+def _load() -> Any:
+    """``mpi4py.MPI``, without its starting MPI by itself."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError(
+            "odc.transport: mpi needs mpi4py, which is not installed; pip install 'odcengine[mpi]'"
+        )
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"odc.transport: mpi: mpi4py finds no MPI library ({' '.join(str(error).split())}); install "
+            "Open MPI or MPICH, or load the cluster's module"
+        ) from error
+    return MPI
+
+
+@functools.cache
+def process_mpi() -> Mpi:
+    """The one of this process."""
+    return Mpi()
+
+
+def start_mpi(info: RankInfo, exchange: Callable[[str], Sequence[str]]) -> Mpi:
+    """Start MPI on all ranks, or adopt it where it runs. Collective.
+
+    Args:
+        info: this rank.
+        exchange: gathers one text from every rank, in rank order.
+
+    Returns:
+        MPI, whose ranks are those of the job.
+
+    Raises:
+        ConfigError: mpi4py or MPI is missing, or the processes were not started as ranks of MPI. The same on
+            all ranks, for the first that cannot go on.
+    """
+    mpi = process_mpi()
+    # Each looks before the next is tried: MPI's start would hang, or end the process, on its own.
+    steps: list[Callable[[], str | None]]
+    steps = [lambda: _check_place(info), mpi.start, lambda: _check_world(info, mpi)]
+    for step in steps:
+        problems = exchange(step() or "ok")
+        bad = next((rank for rank, problem in enumerate(problems) if problem != "ok"), None)
+        if bad is not None:
+            raise ConfigError(f"rank {bad}: {problems[bad]}")
+    if info.rank == 0:
+        logger.info("%s", mpi.version)
+    return mpi
+
+
+def _check_place(info: RankInfo) -> str | None:
+    place = info.mpi
+    if importlib.util.find_spec("mpi4py") is None:
+        return None  # said by the next step
+    if place is None:
+        return (
+            f"odc.transport: mpi: this process was started by {info.source}, without the variables of "
+            f"mpirun, PMIx or PMI, so MPI would count it as the only one; {_HOW_TO_START}"
+        )
+    if place.rank != info.rank or place.size not in (None, info.world_size):
+        return _contradiction(info, place.words)
+    return None
+
+
+def _check_world(info: RankInfo, mpi: Mpi) -> str | None:
+    world = mpi.module.COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
+    if (rank, size) != (info.rank, info.world_size):
+        return _contradiction(info, f"{mpi.version} (rank {rank} of {size})")
+    return None
+
+
+def _contradiction(info: RankInfo, words: str) -> str:
+    return (
+        f"odc.transport: mpi: {info.source} says rank {info.rank} of {info.world_size}, but {words} counts "
+        f"otherwise; {_HOW_TO_START}"
+    )
+
+
+def window_error(mpi: Mpi, error: Exception) -> OdcError:
+    """Why MPI made no window, as far as it can be told."""
+    if mpi.has_all_threads:
+        return ConfigError(
+            f"odc.transport: mpi: {mpi.version} made no window ({error}). It runs with MPI_THREAD_MULTIPLE, "
+            "under which Open MPI 4 has none over TCP: let odcengine.initialize start MPI, or set "
+            "mpi4py.rc.thread_level = 'serialized' before mpi4py.MPI is imported"
+        )
+    return OdcError(
+        f"odc.transport: mpi: {mpi.version} made no window ({error}). With Open MPI `ompi_info | grep osc` "
+        "shows the components for one-sided operations; `mpirun --mca osc pt2pt` takes the one that works "
+        "everywhere"
+    )

@@ -1,0 +1,114 @@
+"""Runs a function on the ranks of a real ``mpirun``.
+
+mpirun starts small programs that only hand out the variables of their rank. Processes that have imported
+torch already take them over, so that a test takes a second and not ten. It is how MPI starts under
+odc-launch, too: the process that mpirun has started is not the one that calls MPI.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import RankResult, run_ranks
+
+_STUB = """\
+import json, os, sys, time
+folder = sys.argv[1]
+path = os.path.join(folder, "env" + os.environ["OMPI_COMM_WORLD_RANK"])
+with open(path + ".part", "w") as file:
+    json.dump(dict(os.environ), file)
+os.rename(path + ".part", path)
+while not os.path.exists(os.path.join(folder, "done")):
+    time.sleep(0.01)
+"""
+_VARIABLES = ("OMPI_", "PMIX_", "ORTE_", "OPAL_")
+WITHOUT_SHARED_MEMORY = ("--mca", "osc", "pt2pt", "--mca", "btl", "self,tcp")
+"""As between hosts that TCP connects: whoever is pulled from has to enter MPI."""
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--quiet")
+
+
+def missing_mpi() -> str | None:
+    """Why there is no Open MPI to test with, or None."""
+    if shutil.which("mpirun") is None:
+        return "Open MPI is not installed; on Debian: apt-get install openmpi-bin"
+    done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60, check=False)
+    if "Open MPI" not in done.stdout:
+        return "mpirun is not Open MPI's"
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed; pip install 'odcengine[mpi]'"
+    return None
+
+
+needs_mpi = pytest.mark.skipif(missing_mpi() is not None, reason=str(missing_mpi()))
+
+
+@contextmanager
+def mpirun(world_size: int, *options: str, timeout_s: float = 30.0) -> Iterator[list[dict[str, str]]]:
+    """The variables that mpirun gives to each of ``world_size`` ranks; ends mpirun with the block."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_VARIABLES)}
+    with tempfile.TemporaryDirectory(prefix="odc-mpi-") as text:
+        folder = Path(text)
+        words = [*MPIRUN, "-np", str(world_size), *options, sys.executable, "-I", "-S", "-c", _STUB, text]
+        process = subprocess.Popen(
+            words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            paths = [folder / f"env{rank}" for rank in range(world_size)]
+            deadline = time.monotonic() + timeout_s
+            while not all(path.exists() for path in paths):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    process.kill()
+                    raise AssertionError(f"mpirun did not start: {process.communicate()[0]}")
+                time.sleep(0.005)
+            settings = [json.loads(path.read_text()) for path in paths]
+            yield [{k: v for k, v in own.items() if k.startswith(_VARIABLES)} for own in settings]
+        finally:
+            (folder / "done").touch()
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def _in_mpi(rank: int, world_size: int, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    from odcengine.transport._mpi_start import process_mpi
+
+    mpi = process_mpi()
+    assert mpi.start() is None
+    value = function(rank, world_size, *args)
+    mpi.finish()  # multiprocessing's children run no exit handlers
+    return value
+
+
+def run_mpi_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    options: Sequence[str] = (),
+    timeout_s: float = 60.0,
+    during: Callable[[list[int]], None] | None = None,
+) -> list[RankResult]:
+    """As ``run_ranks``, with MPI started in every process; ``options`` are mpirun's."""
+    with mpirun(world_size, *options) as env_of_ranks:
+        return run_ranks(
+            _in_mpi,
+            world_size,
+            function,
+            args,
+            env_of_ranks=env_of_ranks,
+            timeout_s=timeout_s,
+            during=during,
+        )
