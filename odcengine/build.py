@@ -279,6 +279,7 @@ def _shard(
         transport,
         job.control,
         between_nodes=job.between_nodes,
+        mark=job.device.mark,
         lockstep=config.odc.lockstep,
     )
     return sharding, transport, parameters

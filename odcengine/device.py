@@ -53,6 +53,10 @@ class Device(abc.ABC):
         """Seconds between two marks that have passed (after a fetch, all of before it have)."""
 
     @abc.abstractmethod
+    def wait_for(self, mark: Mark, control: ControlBlock) -> None:
+        """Wait until a mark has passed; raises PeerError where another rank fails or dies meanwhile."""
+
+    @abc.abstractmethod
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Forward and backward run inside of it."""
 
@@ -94,6 +98,9 @@ class CpuDevice(Device):
     def seconds(self, start: Mark, end: Mark) -> float:
         return float(end - start)
 
+    def wait_for(self, mark: Mark, control: ControlBlock) -> None:
+        """It has passed."""
+
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -125,6 +132,9 @@ class CudaDevice(Device):
 
     def seconds(self, start: Mark, end: Mark) -> float:
         return float(start.elapsed_time(end)) / 1e3
+
+    def wait_for(self, mark: Mark, control: ControlBlock) -> None:
+        _wait(mark, "the GPU's work of the minibatch", control)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics, whole_or_none
 from odcengine.models.safetensors_files import parse_size
 from odcengine.monitor import Monitor
-from odcengine.sharding.base import Changed, Sharding
+from odcengine.sharding.base import Blocked, Changed, Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.start import Job
 from odcengine.transport.base import Transport
@@ -257,6 +257,9 @@ class OdcEngine:
             tokens=agreed.tokens,
             flops=agreed.flops,
             load_s=self._monitor.tally.load_s,
+            crossed_bytes=blocked.crossed_bytes,
+            exchanged_bytes=blocked.exchanged_bytes,
+            exchange_s=self._exchange_s(blocked),
         )
         if self._loader is not None:
             self._loader.measured(metrics.busy_s, metrics.num_samples)
@@ -355,6 +358,11 @@ class OdcEngine:
         wait_s = device.seconds(arrived, met) + self._sharding.blocked.wait_s
         until_met = self._lead_s + device.seconds(self._start_mark, met)
         return until_met - wait_s, wait_s, self._started + until_met
+
+    def _exchange_s(self, blocked: Blocked) -> float:
+        for _, end in blocked.exchanges:  # the host has seen each end; its mark follows at once
+            self._device.wait_for(end, self._control)
+        return sum(self._device.seconds(start, end) for start, end in blocked.exchanges)
 
     def _known_sums(self) -> list[float]:
         """What the host of this rank knows without its device; all ranks' are summed."""

@@ -41,6 +41,10 @@ class StepMetrics:
         flops: floating-point operations that the model needs for them, forward and backward, over all ranks;
             None where the model's shape is unknown.
         load_s: this rank's seconds in the loader: planning, reading and packing.
+        crossed_bytes: this rank's bytes pulled and pushed over node boundaries within the minibatch; 0 with
+            hybrid sharding; None with collectives, which nobody counts.
+        exchanged_bytes: bytes that this rank sent to other nodes at the boundary; it received as many.
+        exchange_s: this rank's seconds in these exchanges between nodes, waiting for other nodes included.
     """
 
     step: int
@@ -59,6 +63,9 @@ class StepMetrics:
     tokens: tuple[int, ...] | None
     flops: float | None
     load_s: float
+    crossed_bytes: int | None = None
+    exchanged_bytes: int = 0
+    exchange_s: float = 0.0
 
     @property
     def idle_shares(self) -> tuple[float, ...]:

@@ -98,11 +98,19 @@ def run_mpi_ranks(
     world_size: int,
     *args: Any,
     options: Sequence[str] = (),
+    nodes: Sequence[int] | None = None,
     timeout_s: float = 60.0,
     during: Callable[[list[int]], None] | None = None,
 ) -> list[RankResult]:
-    """As ``run_ranks``, with MPI started in every process; ``options`` are mpirun's."""
+    """As ``run_ranks``, with MPI started in every process.
+
+    ``options`` are mpirun's. ``nodes`` makes several nodes of this host, as a launcher tells them: the
+    number of ranks of each.
+    """
     with mpirun(world_size, *options) as env_of_ranks:
+        node_of_ranks = [node for node, count in enumerate(nodes or ()) for _ in range(count)]
+        for env, node in zip(env_of_ranks, node_of_ranks, strict=False):
+            env |= {"GROUP_RANK": str(node), "GROUP_WORLD_SIZE": str(len(nodes or ()))}
         return run_ranks(
             _in_mpi,
             world_size,

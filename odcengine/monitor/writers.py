@@ -149,6 +149,7 @@ def curves(facts: Facts) -> dict[str, float]:
         "step_s": "speed/step_s",
         "boundary_s": "speed/boundary_s",
         "load_s": "speed/load_s",
+        "exchange_s": "speed/exchange_s",
     }
     found = {name: float(facts[key]) for key, name in names.items() if facts.get(key) is not None}
     shares: Sequence[float] = facts["idle_shares"]

@@ -6,13 +6,14 @@ import abc
 import contextlib
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from odcengine.control import EventRecorder
+from odcengine.device import Mark
 from odcengine.errors import UsageError
 from odcengine.sharding.layout import ParamEntry, ParamGroup
 
@@ -42,6 +43,9 @@ class Blocked:
             collectives waiting and moving data cannot be told apart, so all of it.
         num_gathers: groups of parameters fetched.
         num_pushes: gradients of a group handed over.
+        crossed_bytes: pulled and pushed over node boundaries until barrier A; None where nobody counts.
+        exchanged_bytes: sent to other nodes at the boundary, and as many received.
+        exchanges: when each exchange between nodes began and ended, as marks of the device.
     """
 
     gather_s: float = 0.0
@@ -49,6 +53,9 @@ class Blocked:
     wait_s: float = 0.0
     num_gathers: int = 0
     num_pushes: int = 0
+    crossed_bytes: int | None = None
+    exchanged_bytes: int = 0
+    exchanges: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 def squared_norm(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ index l, one of each node, so that nothing crosses a node boundary inside a mini
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from odcengine._collectives import all_gather
 from odcengine.control import ControlBlock, Meeting
+from odcengine.device import Mark
 from odcengine.errors import OdcError, UsageError
 from odcengine.sharding.base import Changed, Sharding, scale_all, squared_norm
 from odcengine.sharding.layout import (
@@ -78,6 +79,7 @@ class OnDemandSharding(Sharding):
         transport: one-sided access inside the node.
         control: the node's control block.
         between_nodes: process group of the ranks with this rank's local index, one a node; None on one node.
+        mark: a point in time of the device; see ``Device.mark``.
         lockstep: meet all ranks of the node before every gather and push. Only for measuring: it shows what
             decoupling gives on the same transport. Needs equal programs on all ranks.
     """
@@ -90,6 +92,7 @@ class OnDemandSharding(Sharding):
         control: ControlBlock,
         *,
         between_nodes: dist.ProcessGroup | None = None,
+        mark: Callable[[], Mark] = time.perf_counter,
         lockstep: bool = False,
     ) -> None:
         super().__init__(model, groups)
@@ -98,6 +101,8 @@ class OnDemandSharding(Sharding):
         self.epoch = -1
         self._lockstep = lockstep
         self._between_nodes = between_nodes
+        self._mark = mark
+        self._crossed_before = 0
         prove_layout(self.groups)
         windows = transport.allocate(plan_windows(self.groups, transport.grid.num_nodes))
         self._param_windows: list[Window] = windows[0::2]
@@ -128,6 +133,7 @@ class OnDemandSharding(Sharding):
     def begin(self) -> None:
         super().begin()
         self._compared.clear()
+        self._crossed_before = self.transport.crossed_bytes
 
     def check_parameters(self) -> None:
         super().check_parameters()
@@ -202,6 +208,7 @@ class OnDemandSharding(Sharding):
     @torch.no_grad()
     def collect(self) -> torch.Tensor:
         self.reshard()
+        self.blocked.crossed_bytes = self.transport.crossed_bytes - self._crossed_before
         self._sums = self._between_nodes_sums() if self._between_nodes else self._own_rows()
         return squared_norm(self._sums, self.device)
 
@@ -210,12 +217,13 @@ class OnDemandSharding(Sharding):
 
     def _between_nodes_sums(self) -> list[torch.Tensor]:
         """Each rank of the column gets the others' sums of its shard and adds them in the order of nodes."""
-        works = []
+        works, start = [], self._mark()
         for window in self._accumulators:
             if window.local.numel():
                 rows = window.local if self._in_order() else window.local[self._node_order].contiguous()
                 received = torch.empty_like(rows)
                 work = dist.all_to_all_single(received, rows, group=self._between_nodes, async_op=True)
+                self._count_exchange(rows[0])
                 works.append((work, received))
             else:
                 works.append((None, window.local))
@@ -224,7 +232,13 @@ class OnDemandSharding(Sharding):
             if work is not None:
                 self.control.wait_work(work, "the sum of gradients between nodes")
             sums.append(received.sum(dim=0))
+        self.blocked.exchanges.append((start, self._mark()))
         return sums
+
+    def _count_exchange(self, row: torch.Tensor) -> None:
+        """This rank sends a row like this one to each other node, and gets one from it."""
+        nbytes = row.numel() * row.element_size()
+        self.blocked.exchanged_bytes += nbytes * (self.transport.grid.num_nodes - 1)
 
     def _in_order(self) -> bool:
         return self._node_order == sorted(self._node_order)
@@ -271,7 +285,7 @@ class OnDemandSharding(Sharding):
     @torch.no_grad()
     def publish(self, which: Changed) -> None:
         self.reshard()
-        works = []
+        works, start = [], self._mark()
         for group, window in zip(self.groups, self._param_windows, strict=True):
             entries = which.of(group)
             if not entries:
@@ -284,11 +298,14 @@ class OnDemandSharding(Sharding):
                     window.local.reshape(-1) if self._in_order() else torch.empty_like(window.local).view(-1)
                 )
                 work = all_gather(rows, row.clone(), group=self._between_nodes, async_op=True)
+                self._count_exchange(row)
                 works.append((work, window, rows))
         for work, window, rows in works:
             self.control.wait_work(work, "the exchange of parameters between nodes")
             if not self._in_order():
                 window.local[self._node_order] = rows.view(window.local.shape)
+        if works:
+            self.blocked.exchanges.append((start, self._mark()))
         self._compared.clear()
         self._differs.zero_()
         self.epoch += 1

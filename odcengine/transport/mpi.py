@@ -40,7 +40,7 @@ _TAG = 7
 _LARGEST = 1 << 28  # bytes of one operation: MPI counts in 32 bits
 _SPINS = 20
 _PROBE_NBYTES = 128 << 10  # above the size that MPI sends without asking the other side
-_LOOPS_S = (0.05, 0.2, 0.8)
+_LOOPS_S = (0.02, 0.1, 0.4, 1.6)
 
 
 @dataclass(frozen=True)

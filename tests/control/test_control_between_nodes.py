@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankResult, run_ranks, values
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from transport.conformance import MARGIN_S, Report, end_stopped, report_of
 
+from odcengine._between_nodes import OtherNodes
 from odcengine.control import ControlBlock, Meeting, Phase
 from odcengine.topology import Topology
 
@@ -187,3 +188,17 @@ def test_lost_store_blames_the_rank_that_served_it() -> None:
         assert report.error_type == "PeerError", report
         assert report.culprit == 0, report
         assert report.seconds < 0.3 + LOOK_S + MARGIN_S, report
+
+
+def test_numbers_drawn_leave_one_key_in_the_store() -> None:
+    """Keys of minibatches that are over go; two nodes that take turns get each number once."""
+    store = HashStore()
+    hosts = ("host0", "host1")
+    nodes = [
+        OtherNodes(Topology(rank, hosts, hosts, TWO_BY_ONE), store, lambda: [(0, False)], LIMIT_S)
+        for rank in range(2)
+    ]
+    for serial in range(1, 40):
+        drawn = [nodes[(serial + turn) % 2].draw(serial) for turn in range(5)]
+        assert drawn == list(range(5))
+    assert store.num_keys() == 1

@@ -53,9 +53,9 @@ def _layout(name: str) -> list[RankResult]:
 
 
 @functools.cache
-def reference_of(case: str, world_size: int) -> dict[str, Any]:
+def reference_of(case: str, world_size: int, steps: int = STEPS) -> dict[str, Any]:
     """What one process computes."""
-    return reference(BY_NAME[case], world_size)
+    return reference(BY_NAME[case], world_size, steps=steps)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
