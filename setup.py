@@ -25,6 +25,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "hypothesis>=6",
         "psutil>=6",
+        "mpi4py>=4.1; platform_system == 'Linux'",  # has wheels, which need no MPI to install
         "ruff==0.17.6",
         "mypy==2.4.1",
         "triton>=3.2; platform_system == 'Linux' and platform_machine == 'x86_64'",

@@ -55,7 +55,9 @@ class Mpi:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._finished_well = False
+        self._inside_since: float | None = None  # where the thread of the rank is in a call
         self._polls: dict[Callable[[], None], float] = {}
+        self._watchers: dict[Callable[[], None], Callable[[float], None]] = {}
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._user_switch_interval_s: float | None = None
@@ -72,9 +74,11 @@ class Mpi:
                 list,
                 everyone=True,
             )
+        self._inside_since = time.monotonic()
         try:
             yield self.module
         finally:
+            self._inside_since = None
             self._lock.release()
 
     def call(
@@ -119,9 +123,20 @@ class Mpi:
 
     # -- progress --------------------------------------------------------------------------------------
 
-    def serve(self, poll: Callable[[], None], nap_s: float) -> None:
-        """Have the helper thread call ``poll``, alone in MPI, every ``nap_s`` seconds from now on."""
+    def serve(
+        self, poll: Callable[[], None], nap_s: float, watch: Callable[[float], None] | None = None
+    ) -> None:
+        """Have the helper thread look after a transport from now on.
+
+        Args:
+            poll: called every ``nap_s`` seconds, alone in MPI.
+            nap_s: seconds between two calls.
+            watch: called, now and then, with the seconds for which the rank's own thread has been inside a
+                call that should not wait.
+        """
         self._polls[poll] = nap_s
+        if watch is not None:
+            self._watchers[poll] = watch
         if self._user_switch_interval_s is None and nap_s < _SWITCH_INTERVAL_S:
             self._user_switch_interval_s = sys.getswitchinterval()
             sys.setswitchinterval(min(self._user_switch_interval_s, _SWITCH_INTERVAL_S))
@@ -132,6 +147,7 @@ class Mpi:
 
     def stop_serving(self, poll: Callable[[], None]) -> None:
         """No call of ``poll`` begins after this; the caller must not be in MPI."""
+        self._watchers.pop(poll, None)
         with self._lock:
             self._polls.pop(poll, None)
         if not any(nap_s < _SWITCH_INTERVAL_S for nap_s in self._polls.values()):
@@ -152,10 +168,18 @@ class Mpi:
 
     def _serve(self) -> None:
         while True:
-            with self._lock:
+            if not self._lock.acquire(timeout=_FIRST_LOOK_S):
+                since = self._inside_since
+                if since is not None:
+                    for watch in tuple(self._watchers.values()):
+                        watch(time.monotonic() - since)
+                continue
+            try:
                 polls = self._polls
                 for poll in tuple(polls):
                     poll()
+            finally:
+                self._lock.release()
             if polls:
                 time.sleep(min(polls.values(), default=IDLE_NAP_S))
             else:

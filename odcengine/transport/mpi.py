@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import time
 import weakref
 from array import array
@@ -29,7 +30,7 @@ import torch
 from odcengine._memory import available_memory
 from odcengine._words import make_tag
 from odcengine.control import ControlBlock, Meeting
-from odcengine.errors import ConfigError, OdcError
+from odcengine.errors import ConfigError, DeadlineError, OdcError
 from odcengine.transport._mpi_start import IDLE_NAP_S, NAP_S, Mpi, window_error
 from odcengine.transport.base import ALIGNMENT, Grid, Transport, Window, WindowPlan, aligned
 
@@ -110,6 +111,7 @@ class MpiTransport(Transport):
             self._offsets.append(offset)
         self._synchronize()
         _, self._shifts = self._exchange(shift, what)
+        self._call(self._touch_all, what)
         self._prove_progress(aligned(plan.total_nbytes))
         self.barrier(Meeting.ALLOCATE)
         return list(self._windows)
@@ -133,6 +135,15 @@ class MpiTransport(Transport):
                 except mpi.Exception as error:
                     raise window_error(self._mpi, error) from error
         return made
+
+    def _touch_all(self) -> None:
+        """Get a byte of every peer: MPI's first operation on a peer may wait for it inside of the call."""
+        mpi, landing = self._mpi.module, bytearray(self.grid.node_size)
+        requests = [
+            self._window.Rget([memoryview(landing)[peer:], 1, mpi.BYTE], peer, [0, 1, mpi.BYTE])
+            for peer in self.grid.visits()
+        ]
+        mpi.Request.Waitall(requests)
 
     def _meet_all(self, what: str) -> None:
         """Meet the ranks of all nodes."""
@@ -359,6 +370,21 @@ class MpiTransport(Transport):
             except self._mpi.module.Exception as error:
                 self._failure = error
 
+    def _watch(self, seconds: float) -> None:
+        """End the process where a call of MPI keeps it for too long, or after another rank has failed."""
+        try:
+            self.control.check()
+            if seconds > self.control.timeout_s:
+                me = self.control.describe_rank(self.control.topology.rank)
+                raise DeadlineError(
+                    f"{me}: a call of {self._mpi.version} that should not wait has not returned for "
+                    f"{seconds:.1f} s (odc.timeout_s)"
+                )
+        except OdcError as error:
+            logger.critical("%s; this process cannot leave MPI, and ends here", error)
+            self.control.fail(error)
+            os._exit(1)
+
     def _synchronize(self) -> None:
         """Own stores are seen by others' operations from here on, and theirs by own loads."""
         with self._entered():
@@ -392,7 +418,7 @@ class MpiTransport(Transport):
         """Find out whether a rank is served while it computes, and see to it that it is."""
         with self._mpi.without_helper():
             alone = self._is_served(offset, _LOOPS_S[0])
-        self._mpi.serve(self._serve, IDLE_NAP_S if alone else NAP_S)
+        self._mpi.serve(self._serve, IDLE_NAP_S if alone else NAP_S, self._watch)
         if not alone and not any(self._is_served(offset, loop_s) for loop_s in _LOOPS_S):
             raise ConfigError(
                 f"odc.transport: mpi: {self._mpi.version} serves no one-sided operation while the owner "
