@@ -150,17 +150,19 @@ class Traffic:
     num_pushes: int = 0
     bytes_of_rank: Counter[int] = field(default_factory=Counter)
 
-    def pulled(self, rank: int, nbytes: int) -> None:
-        """Count a pull from a global rank."""
-        self.num_pulls += 1
-        self.pulled_bytes += nbytes
-        self.bytes_of_rank[rank] += nbytes
+    def pulled(self, nbytes: int, *ranks: int) -> None:
+        """Count ``nbytes`` pulled from each of these global ranks."""
+        self.num_pulls += len(ranks)
+        self.pulled_bytes += len(ranks) * nbytes
+        for rank in ranks:
+            self.bytes_of_rank[rank] += nbytes
 
-    def pushed(self, rank: int, nbytes: int) -> None:
-        """Count a push to a global rank."""
-        self.num_pushes += 1
-        self.pushed_bytes += nbytes
-        self.bytes_of_rank[rank] += nbytes
+    def pushed(self, nbytes: int, *ranks: int) -> None:
+        """Count ``nbytes`` pushed to each of these global ranks."""
+        self.num_pushes += len(ranks)
+        self.pushed_bytes += len(ranks) * nbytes
+        for rank in ranks:
+            self.bytes_of_rank[rank] += nbytes
 
 
 class Transport(abc.ABC):
@@ -176,9 +178,10 @@ class Transport(abc.ABC):
         self.grid = grid
         self.traffic = Traffic()
         self._ranks = grid.shards[grid.node]  # by local index
-        self._rank_of_shard = {  # whose memory its row is in
+        holders = {  # of each shard's row
             shard: rank for row in grid.shards for shard, rank in zip(row, self._ranks, strict=True)
         }
+        self._rank_of_shard = tuple(holders[shard] for shard in range(len(holders)))
 
     def bytes_of_node(self) -> dict[int, int]:
         """Bytes that this rank pulled from and pushed to each node, by the node's index.

@@ -69,6 +69,7 @@ class CudaP2PTransport(Transport):
         self, control: ControlBlock, grid: Grid, device: torch.device, group: dist.ProcessGroup
     ) -> None:
         super().__init__(control, grid)
+        own = grid.shards[grid.node][grid.local]
         self._device = device
         self._group = group
         self._windows: list[Window] = []
@@ -78,6 +79,7 @@ class CudaP2PTransport(Transport):
         self._sources: list[
             list[tuple[int, torch.Tensor]]
         ] = []  # [window]: others' shards, where all are mapped
+        self._rank_of_sources = [rank for shard, rank in enumerate(self._rank_of_shard) if shard != own]
         self._lines: dict[int, list[Any]] = {}  # [window]: all owners' rows, for bulk reductions
         self._compiled: dict[tuple[int, torch.dtype], Any] = {}
         self._bulk = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -222,7 +224,7 @@ class CudaP2PTransport(Transport):
         out.copy_(view[node].narrow(0, offset, out.numel()), non_blocking=True)
         stream = torch.cuda.current_stream(self._device)
         self._pull_streams.setdefault(stream.cuda_stream, stream)
-        self.traffic.pulled(self._ranks[peer], out.numel() * out.element_size())
+        self.traffic.pulled(out.numel() * out.element_size(), self._ranks[peer])
 
     def gather(self, window: Window, out: torch.Tensor, epoch: int) -> float:
         if not self._all_mapped:
@@ -237,8 +239,7 @@ class CudaP2PTransport(Transport):
         sources, rows = self._sources[window.index], out.unbind(0)
         for shard, source in sources:
             rows[shard].copy_(source, non_blocking=True)
-        self.traffic.num_pulls += len(sources)
-        self.traffic.pulled_bytes += len(sources) * rows[0].numel() * rows[0].element_size()
+        self.traffic.pulled(rows[0].numel() * rows[0].element_size(), *self._rank_of_sources)
         return 0.0
 
     def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
@@ -251,7 +252,7 @@ class CudaP2PTransport(Transport):
 
     def _push(self, window: Window, rows: torch.Tensor, offset: int, shard: int | None = None) -> None:
         """Add ``rows`` to all shards, or one row to one shard."""
-        (count, numel), length = rows.shape, window.spec.shape[1]
+        numel, length = rows.shape[1], window.spec.shape[1]
         if not 0 <= offset <= offset + numel <= length:
             raise ValueError(
                 f"{window.spec.name}: elements {offset} to {offset + numel} of a row of {length} do not exist"
@@ -276,8 +277,8 @@ class CudaP2PTransport(Transport):
             self._add(window, rows, offset, shard)
         done.record(self._push_stream)
         rows.record_stream(self._push_stream)
-        for row in range(count) if shard is None else (shard,):
-            self.traffic.pushed(self._rank_of_shard[row], numel * rows.element_size())
+        holders = self._rank_of_shard if shard is None else (self._rank_of_shard[shard],)
+        self.traffic.pushed(numel * rows.element_size(), *holders)
 
     def _add(self, window: Window, rows: torch.Tensor, offset: int, shard: int | None) -> None:
         addresses = self._addresses[window.index]

@@ -32,7 +32,8 @@ from odcengine._words import make_tag
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import ConfigError, DeadlineError, OdcError
 from odcengine.transport._mpi_start import IDLE_NAP_S, NAP_S, Mpi, window_error
-from odcengine.transport.base import ALIGNMENT, Grid, Transport, Window, WindowPlan, aligned
+from odcengine.transport.base import Grid, Transport, Window, WindowPlan
+from odcengine.transport.heap import ALIGNMENT, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class MpiTransport(Transport):
                     spec = [memory, len(memory), mpi.BYTE]
                     request = self._window.Rget(spec, peer, [at, len(memory), mpi.BYTE])
                     transfers.append(_Transfer(request, self._ranks[peer], out))
-        self.traffic.pulled(self._ranks[peer], out.numel() * out.element_size())
+        self.traffic.pulled(out.numel() * out.element_size(), self._ranks[peer])
 
     def _start_push(
         self,
@@ -244,7 +245,7 @@ class MpiTransport(Transport):
                         [memory, count, element], peer, [at, count, element], op=mpi.SUM
                     )
                     transfers.append(_Transfer(request, self._ranks[peer], source))
-        self.traffic.pushed(self._ranks[peer], source.numel() * source.element_size())
+        self.traffic.pushed(source.numel() * source.element_size(), self._ranks[peer])
 
     def _at(self, window: Window, peer: int, node: int, offset: int) -> int:
         """Displacement of an element in a peer's window, in bytes."""

@@ -167,7 +167,7 @@ class NvshmemTransport(CudaP2PTransport):
             part.copy_(self._landing[: part.numel()], non_blocking=True)
             self._landing_free.record(stream)
         self._pull_streams.setdefault(stream.cuda_stream, stream)
-        self.traffic.pulled(self._ranks[peer], target.numel())
+        self.traffic.pulled(target.numel(), self._ranks[peer])
 
     def _at(self, window: Window, node: int, offset: int) -> int:
         """Symmetric address of an element: that of this rank's own."""
@@ -192,7 +192,7 @@ class NvshmemTransport(CudaP2PTransport):
                 waited += self._wait_for_slot(peer)
                 self._send(window, peer, node, source[start : start + step], offset + start)
         source.record_stream(self._push_stream)
-        self.traffic.pushed(self._ranks[peer], source.numel() * source.element_size())
+        self.traffic.pushed(source.numel() * source.element_size(), self._ranks[peer])
         return waited
 
     def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:

@@ -74,7 +74,7 @@ class ShmTransport(Transport):
     def pull(self, window: Window, peer: int, node: int, out: torch.Tensor, offset: int = 0) -> None:
         # narrow() refuses what lies outside; a slice would be cut short, and one element broadcast.
         out.copy_(self._views[window.index][peer][node].narrow(0, offset, out.numel()))
-        self.traffic.pulled(self._ranks[peer], out.numel() * out.element_size())
+        self.traffic.pulled(out.numel() * out.element_size(), self._ranks[peer])
 
     def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
         waited = self.control.lock(self._lock_number(window, peer), self._describe(window, peer))
@@ -102,7 +102,7 @@ class ShmTransport(Transport):
 
     def _add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int) -> None:
         self._views[window.index][peer][node].narrow(0, offset, source.numel()).add_(source)
-        self.traffic.pushed(self._ranks[peer], source.numel() * source.element_size())
+        self.traffic.pushed(source.numel() * source.element_size(), self._ranks[peer])
 
     def _lock_number(self, window: Window, peer: int) -> int:
         return window.index * self.grid.node_size + peer

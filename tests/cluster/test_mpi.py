@@ -28,6 +28,18 @@ pytestmark = pytest.mark.skipif(
 )
 LAUNCH = [sys.executable, "-m", "odc_launcher"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+WITHOUT_SHARED_MEMORY = ("--mca", "osc", "pt2pt", "--mca", "btl", "self,tcp")
+FAIL = """\
+import torch
+import odcengine
+
+config = {"train_batch_size": "auto", "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+config["odc"] = {"transport": "mpi"}
+engine, *_ = odcengine.initialize(model=torch.nn.Linear(3, 2), config=config)
+if engine.topology.rank == 1:
+    raise RuntimeError("boom 42")
+engine.step()
+"""
 DUMP = "import os\nprint(dict(os.environ))\n"
 
 
@@ -102,3 +114,31 @@ def test_ranks_of_mpirun_train_exactly_with_shm(tmp_path: Path) -> None:
     errors = compare(CASE, ranks, reference(CASE, 2, steps=STEPS))
     assert max(errors.values()) < 1e-10, errors
     assert os.listdir(tmp_path / "logs")
+
+
+@pytest.mark.timeout(180)
+def test_ranks_train_exactly_with_windows_of_mpi(tmp_path: Path) -> None:
+    """Without shared memory, in processes that odc-launch has started between mpirun and MPI."""
+    import torch
+    from engine.toy import compare, reference
+    from train_ranks import CASE, STEPS
+
+    pytest.importorskip("mpi4py")
+    options = [f"--mpirun-arg={option}" for option in ("--allow-run-as-root", *WITHOUT_SHARED_MEMORY)]
+    words = ["--launcher", "mpi", "--nproc-per-node", "2", "--oversubscribe", *options, "--log-dir", "logs"]
+    words += [str(TRAIN), str(tmp_path), json.dumps({"transport": "mpi"})]
+    code, out, err = run(tmp_path, *LAUNCH, *words)
+    assert code == 0, out + err
+    assert "improperly" not in out + err  # every rank has finalized MPI
+    ranks = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(2)]
+    errors = compare(CASE, ranks, reference(CASE, 2, steps=STEPS))
+    assert max(errors.values()) < 1e-10, errors
+
+
+def test_failure_with_windows_of_mpi_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    (tmp_path / "script.py").write_text(FAIL)
+    code, out, err = run(tmp_path, *MPIRUN, "-np", "2", *LAUNCH, "--log-dir", "logs", "script.py")
+    assert code == 1, out + err
+    assert "boom 42" in (tmp_path / "logs" / "rank1.log").read_text()
+    assert "rank 1 (host " in (tmp_path / "logs" / "rank0.log").read_text()

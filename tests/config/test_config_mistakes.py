@@ -242,7 +242,7 @@ def test_lone_surrogates(tmp_path: Path) -> None:
         (OK + "odc: {wrap: LlamaDecoderLayer}", "got one name; expected auto or a list of class names"),
         (OK + "odc: {wrap: []}", "expected auto or a list of class names"),
         (OK + "odc: {wrap: ['a b']}", "expected auto or a list of class names"),
-        (OK + "odc: {transport: mpi}", "mpi is planned, but is not in this version"),
+        (OK + "odc: {device: cuda, transport: mpi}", "ranks on cuda cannot use odc.transport: mpi"),
         (OK + "odc: {transport: shmm}", "got 'shmm'; did you mean shm? expected one of auto, shm"),
         (OK + "odc: {backend: deepspeed}", "deepspeed is not in this version; expected fsdp2"),
         (OK + "odc: {deterministic: true}", "is not in this version; expected false"),
