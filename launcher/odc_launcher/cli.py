@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from odc_launcher.plan import Machine, Request
     from odcengine.config import Config
 
-_USAGE = "odc-launch [options] script.py ARGS...\n       odc-launch [options] -m module ARGS..."
+_USAGE = (
+    "odc-launch [options] script.py ARGS...\n"
+    "       odc-launch [options] -m module ARGS...\n"
+    "       odc-launch doctor [options]"
+)
 _EPILOG = """\
 Everything after the script or module belongs to it. Ranks get torchrun's environment
 (RANK, WORLD_SIZE, LOCAL_RANK, ... MASTER_ADDR, MASTER_PORT), and ODC_CONFIG with --config.
@@ -30,6 +34,8 @@ Everything after the script or module belongs to it. Ranks get torchrun's enviro
 Where ranks run (--launcher auto): inside a step of srun or mpirun each task becomes the rank it is,
 or, with one task a node, starts --nproc-per-node ranks; inside an allocation of SLURM one step is
 started with srun; with --nodes 2 or more elsewhere a job is submitted; else all run on this host.
+
+`odc-launch doctor` checks this machine, or every node of the allocation that it is started in.
 
 Exit code: 2 for mistakes found before any process starts; else that of the rank that
 failed first (128 + N for signal N); 0 if all ranks succeeded.
@@ -45,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    options, target = _parse(sys.argv[1:] if argv is None else list(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["doctor"]:
+        from odc_launcher.doctor import command
+
+        return command.main(words[1:])
+    options, target = _parse(words)
     try:
         return _launch(options, target)
     except ConfigError as error:
@@ -67,7 +78,7 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
     config = settings = None
     if options.config is not None:
         try:
-            config = _load(options.config)
+            config = load(options.config)
             settings = config.launch
         except ConfigError as error:
             problems += error.problems
@@ -96,9 +107,9 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         env=_assignments(choose(None, "env", ())),
         env_expand=_assignments(choose(None, "env_expand", ())),
         interface=choose(None, "interface", None),
-        config_hash=_file_hash(options.config),
+        config_hash=file_hash(options.config),
         affinity=choose(None, "affinity", "auto"),
-        **_communication(config),
+        **communication(config),
     )
     wish = job.Wish(
         launcher=choose(options.launcher, "launcher", "auto"),
@@ -128,7 +139,7 @@ def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, ad
     if adopt:
         info = job.outer_rank(os.environ)
         place = job.adopted_place(request, info, os.environ, above=options.reported_above)
-        place = dataclasses.replace(place, master_addr=_address(place.master_addr))
+        place = dataclasses.replace(place, master_addr=address_of(place.master_addr))
         machine = _machine(os.environ, place.master_port, 0 in place.ranks)
         machine = dataclasses.replace(
             machine,
@@ -172,13 +183,13 @@ def _start_elsewhere(request: Request, wish: Wish, options: argparse.Namespace, 
     if mode == "submit":
         plan = job.plan_submission(request, wish, os.environ, machine)
     elif mode == "slurm":
-        plan = job.plan_step(request, wish, os.environ, machine, _address)
+        plan = job.plan_step(request, wish, os.environ, machine, address_of)
     else:
         program = step.find_program("mpirun", "mpiexec")
         if program is None:
             raise ConfigError("--launcher mpi: neither mpirun nor mpiexec is installed here")
         flavor = mpi.flavor_of(step.version_of(program))
-        plan = job.plan_mpi(request, wish, os.environ, machine, flavor, program, _address)
+        plan = job.plan_mpi(request, wish, os.environ, machine, flavor, program, address_of)
     for warning in plan.warnings:
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if options.plan is not None:
@@ -328,7 +339,7 @@ def _module_problems(module: str) -> list[str]:
     return [f"module {module!r} is not found in {os.getcwd()} nor on Python's path"]
 
 
-def _load(path: str) -> Config:
+def load(path: str) -> Config:
     """Reads and checks the whole config file."""
     if not os.path.exists(path):
         raise ConfigError(f"config {path} does not exist (looked in {os.getcwd()})")
@@ -342,7 +353,7 @@ def _load(path: str) -> Config:
         raise ConfigError(f"config {path} cannot be read: {error.strerror}") from error
 
 
-def _communication(config: Config | None) -> dict[str, str]:
+def communication(config: Config | None) -> dict[str, str]:
     """Of ``odc`` what the launch depends on."""
     if config is None:
         return {}
@@ -359,7 +370,7 @@ def _repeated(options: argparse.Namespace) -> tuple[str, ...]:
     return (*words, *(f"--srun-arg={arg}" for arg in options.srun_arg))
 
 
-def _file_hash(path: str | None) -> str | None:
+def file_hash(path: str | None) -> str | None:
     if path is None:
         return None
     with open(path, "rb") as file:
@@ -371,7 +382,7 @@ def _assignments(items: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _address(host: str) -> str:
+def address_of(host: str) -> str:
     """A name that this host resolves, or the address that SLURM has for the node.
 
     Raises:

@@ -368,7 +368,7 @@ def plan_mpi(
     Raises:
         ConfigError: with what is wrong.
     """
-    hosts = tuple(_mpi_hosts(wish, environ))
+    hosts = tuple(hosts_for_mpi(wish, environ))
     nodes, nproc = wish.nodes or len(hosts) or 1, _mpi_nproc(request, wish, environ)
     _check(request, environ, nodes)
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 and not hosts else None)
@@ -477,7 +477,8 @@ def _mpi_nproc(request: Request, wish: Wish, environ: Mapping[str, str]) -> int:
     return shape.tasks[0] * shape.nproc
 
 
-def _mpi_hosts(wish: Wish, environ: Mapping[str, str]) -> list[str]:
+def hosts_for_mpi(wish: Wish, environ: Mapping[str, str]) -> list[str]:
+    """The hosts of the file, else of the SLURM job; empty where there is neither."""
     if wish.hostfile is not None:
         try:
             lines = Path(wish.hostfile).read_text().splitlines()

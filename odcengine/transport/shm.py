@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 class ShmTransport(Transport):
     """Windows in anonymous shared memory (``memfd_create``); see :class:`Transport` for the contract."""
 
+    name = "shm"
+
     def __init__(self, control: ControlBlock, grid: Grid) -> None:
         super().__init__(control, grid)
         if sys.platform != "linux":
