@@ -308,8 +308,8 @@ import errno, os, subprocess, sys, time
 from odc_launcher import cli
 
 class Popen(subprocess.Popen):
-    def __init__(self, argv, env, **more):
-        if env["RANK"] == "1":
+    def __init__(self, argv, env=None, **more):
+        if env is not None and env.get("RANK") == "1":
             while not os.path.exists("ready0"):
                 time.sleep(0.05)
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
