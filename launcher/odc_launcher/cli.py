@@ -126,13 +126,15 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
     has_srun, has_sbatch = (step.find_program(name) is not None for name in ("srun", "sbatch"))
     mode = job.choose_mode(wish, os.environ, has_srun=has_srun, has_sbatch=has_sbatch)
     if mode in ("local", "adopt"):
-        return _start_here(request, wish, options, adopt=mode == "adopt")
-    return _start_elsewhere(request, wish, options, mode)
+        return _start_here(request, wish, options, config, adopt=mode == "adopt")
+    return _start_elsewhere(request, wish, options, config, mode)
 
 
-def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, adopt: bool) -> int:
+def _start_here(
+    request: Request, wish: Wish, options: argparse.Namespace, config: Config | None, *, adopt: bool
+) -> int:
     """Starts all ranks of the job, or those of this task of srun or mpirun."""
-    from odc_launcher import host, job, local, printing, step
+    from odc_launcher import host, job, local, memory, printing, step
     from odc_launcher import plan as planning
 
     place = None
@@ -155,8 +157,20 @@ def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, ad
     for warning in plan.warnings if first else ():
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if options.plan is not None or options.dry_run:
-        text = printing.render(plan, os.environ)
-        return _print(text if options.plan is None else printing.render_plan(plan, os.environ, options.plan))
+        if options.plan is None:
+            return _print(printing.render(plan, os.environ))
+        env = plan.ranks[0].env
+        num_nodes = 1 if place is None else place.num_nodes or 1
+        gpus = machine.node.gpus.gpus if machine.node is not None else ()
+        needed = memory.describe_memory(
+            config,
+            request.config_path,
+            int(env["WORLD_SIZE"]),
+            num_nodes,
+            {**os.environ, **env},
+            min((gpu.memory_bytes for gpu in gpus), default=None) if request.device != "cpu" else None,
+        )
+        return _print(printing.render_plan(plan, os.environ, options.plan, needed))
     if first and not options.reported_above:
         print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
     if place is not None:
@@ -170,9 +184,11 @@ def _start_here(request: Request, wish: Wish, options: argparse.Namespace, *, ad
     return code
 
 
-def _start_elsewhere(request: Request, wish: Wish, options: argparse.Namespace, mode: str) -> int:
+def _start_elsewhere(
+    request: Request, wish: Wish, options: argparse.Namespace, config: Config | None, mode: str
+) -> int:
     """Has srun, mpirun or sbatch start the ranks."""
-    from odc_launcher import job, mpi, printing, step
+    from odc_launcher import job, memory, mpi, printing, step
     from odcengine.topology import job_port
 
     machine = _machine(os.environ, 0, check=False)
@@ -193,7 +209,9 @@ def _start_elsewhere(request: Request, wish: Wish, options: argparse.Namespace, 
     for warning in plan.warnings:
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if options.plan is not None:
-        return _print(printing.render_plan(plan, os.environ, options.plan))
+        env = {**os.environ, **plan.env}
+        needed = memory.describe_memory(config, request.config_path, plan.world_size, plan.num_nodes, env)
+        return _print(printing.render_plan(plan, os.environ, options.plan, needed))
     if options.dry_run:
         return _print(printing.render_job(plan, os.environ))
     if mode == "submit":

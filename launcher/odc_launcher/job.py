@@ -74,6 +74,7 @@ class JobPlan:
         hash: as the ranks compare it; None where the rendezvous is not known yet.
         summary: one line that says what is started.
         warnings: what the user should know, one line each.
+        num_nodes: number of nodes.
     """
 
     mode: str
@@ -90,6 +91,7 @@ class JobPlan:
     hash: str | None
     summary: str
     warnings: tuple[str, ...]
+    num_nodes: int = 1
 
 
 def choose_mode(wish: Wish, environ: Mapping[str, str], *, has_srun: bool, has_sbatch: bool) -> str:
@@ -305,6 +307,7 @@ def plan_step(
             f"({shape.source}), rank 0 at {where}, logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
         warnings=(),
+        num_nodes=num_nodes,
     )
 
 
@@ -342,6 +345,7 @@ def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], ma
         hash=None,
         summary=f"a job of {nodes} nodes with {nproc} ranks each",
         warnings=(),
+        num_nodes=nodes,
     )
 
 
@@ -411,6 +415,7 @@ def plan_mpi(
             f"logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
         warnings=(),
+        num_nodes=nodes,
     )
 
 

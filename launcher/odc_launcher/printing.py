@@ -7,9 +7,11 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from odc_launcher.affinity import format_cores
 from odc_launcher.job import JobPlan
+from odc_launcher.memory import memory_warnings, render_memory
 from odc_launcher.plan import (
     INTERFACE_NAMES,
     SHOWN_PREFIXES,
@@ -105,9 +107,18 @@ def _cores(rank: RankPlan) -> str | None:
     return f"{format_cores(cores) if cores else 'as they are'} ({reason})"
 
 
-def render_plan(plan: JobPlan | LaunchPlan, environ: Mapping[str, str], form: str) -> str:
-    """``describe`` as text or JSON."""
+def render_plan(
+    plan: JobPlan | LaunchPlan,
+    environ: Mapping[str, str],
+    form: str,
+    memory: Mapping[str, Any] | None = None,
+) -> str:
+    """``describe``, and the memory of a rank where given, as text or JSON."""
     data = describe(plan, environ)
+    warnings = list(plan.warnings)
+    if memory is not None:
+        data["memory"] = memory
+        data["warnings"] = warnings = [*warnings, *memory_warnings(memory)]
     if form == "json":
         return json.dumps(data, indent=2) + "\n"
     lines = []
@@ -130,7 +141,8 @@ def render_plan(plan: JobPlan | LaunchPlan, environ: Mapping[str, str], form: st
     if isinstance(plan, LaunchPlan):
         lines += [f"sets {item.name}={item.value}: {item.reason}" for item in plan.settings]
         lines += [f"cores of rank {rank.rank}: {_cores(rank)}" for rank in plan.ranks if _cores(rank)]
-    lines += [f"warning: {warning}" for warning in plan.warnings]
+    lines += [] if memory is None else render_memory(memory)
+    lines += [f"warning: {warning}" for warning in warnings]
     text = render(plan, environ) if isinstance(plan, LaunchPlan) else render_job(plan, environ)
     return "\n".join(lines) + "\n\n" + text
 

@@ -92,6 +92,34 @@ def load_model(
     return model.train()
 
 
+def meta_model(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, dtype: str | torch.dtype | None = None
+) -> nn.Module:
+    """The model of :func:`load_model` on the meta device: shapes and dtypes, no memory, no weights read.
+
+    Args:
+        source: as for ``load_model``.
+        dtype: as for ``load_model``; weights that are stored count as the configuration says.
+
+    Raises:
+        ConfigError: there is no such model, or it is not a causal language model.
+    """
+    transformers = _import_transformers()
+    config, path = _read(transformers, source)
+    where = f"model: {_show(source)}"
+    _require_causal(config, where)
+    kind = _dtype(dtype)
+    if kind is None and path is not None:
+        stored = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+        kind = getattr(torch, stored) if isinstance(stored, str) else stored
+    with torch.device("meta"):
+        model: nn.Module = _call(
+            where, transformers.AutoModelForCausalLM.from_config, config, dtype=kind or torch.float32
+        )
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
 def enable_checkpointing(model: nn.Module) -> None:
     """Let a model of transformers recompute its blocks in the backward instead of keeping activations.
 

@@ -1,0 +1,74 @@
+"""The shapes of a model's parameters, group by group, without its memory.
+
+``python -m odcengine.models.shapes CONFIG`` prints them as JSON for the model that a configuration names; it
+is how ``odc-launch --plan`` knows a model without importing torch itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from odcengine.config import Config, load_config
+from odcengine.errors import ConfigError
+from odcengine.models.load import meta_model
+from odcengine.sharding.wrap import block_modules
+
+
+def model_shapes(config: Config) -> dict[str, Any]:
+    """Shapes of the model that a configuration names.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        ``num_parameters`` and ``groups``, each with ``name`` ("" for the root), ``shapes`` and ``itemsize``;
+        a parameter that is used twice is listed once.
+
+    Raises:
+        ConfigError: the configuration names no model, or there is none.
+    """
+    source = config.model.path if config.model.path is not None else config.model.config
+    if source is None:
+        raise ConfigError("model: the configuration names none")
+    model = meta_model(source, dtype=config.model.dtype)
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = block_modules(model, config.odc.wrap)
+    groups = []
+    seen: set[int] = set()
+    # Inner blocks first: a parameter belongs to the innermost, as in shard_model.
+    for module in (*reversed(blocks), model):
+        parameters = [p for p in module.parameters() if id(p) not in seen]
+        seen.update(map(id, parameters))
+        if parameters:
+            groups.append(
+                {
+                    "name": "" if module is model else names[id(module)],
+                    "shapes": [list(parameter.shape) for parameter in parameters],
+                    "itemsize": max(parameter.itemsize for parameter in parameters),
+                }
+            )
+    return {"num_parameters": _count(model), "groups": groups}
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the shapes; exit code 2 where they cannot be known."""
+    try:
+        shapes = model_shapes(load_config(arguments[0]))
+    except ConfigError as error:
+        sys.stderr.write("\n".join(error.problems) + "\n")
+        return 2
+    sys.stdout.write(json.dumps(shapes) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

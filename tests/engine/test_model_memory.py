@@ -1,0 +1,148 @@
+"""The memory that ``odc-launch --plan`` predicts is what the engine allocates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, values
+
+from odcengine import _model_memory as memory
+from odcengine.config import load_config
+from odcengine.models.shapes import main, model_shapes
+
+# 21 x 24 embeddings, tied: neither 2 nor 4 ranks divide the rows, so shards are padded.
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 21,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def config(**odc: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4,
+        "steps_per_print": 0,
+        "model": {"config": MODEL | {"tie_word_embeddings": odc.pop("tied", True)}},
+        "bf16": {"enabled": odc.pop("bf16", False)},
+        "optimizer": odc.pop("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}}),
+        "odc": {"transport": "shm", **odc},
+    }
+
+
+def groups_of(settings: dict[str, Any]) -> list[memory.GroupShapes]:
+    shapes = model_shapes(load_config(settings))
+    return [
+        memory.GroupShapes(g["name"], tuple(map(tuple, g["shapes"])), g["itemsize"]) for g in shapes["groups"]
+    ]
+
+
+def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, int]:
+    import odcengine
+    from odcengine.sharding.on_demand import plan_windows
+
+    torch.set_num_threads(1)
+    engine, optimizer, _, _ = odcengine.initialize(config=settings)
+    with engine:
+        ids = torch.arange(8)[None]
+        engine.backward(engine(input_ids=ids).logits.float().sum(), count=1)
+        engine.step()
+        assert engine.transport is not None
+        grid, groups = engine.transport.grid, engine._sharding.groups
+        plan = plan_windows(groups, grid.num_nodes)
+        by_kind = {"parameters": 0, "accumulator": 0}
+        for spec, start, end in zip(
+            plan.specs, plan.offsets, (*plan.offsets[1:], plan.total_nbytes), strict=True
+        ):
+            by_kind[spec.name.split()[0]] += end - start
+        states = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.dim() > 0
+        ]
+        return {
+            "window": by_kind["parameters"],
+            "accumulator": by_kind["accumulator"],
+            "weights": sum(p.to_local().nbytes for p in engine.module.parameters()),  # type: ignore[attr-defined]
+            "optimizer": sum(state.to_local().nbytes for state in states),  # type: ignore[attr-defined]
+            "num_nodes": grid.num_nodes,
+        }
+
+
+@pytest.mark.parametrize(
+    ("world_size", "odc", "training"),
+    [
+        (2, {}, memory.Training()),
+        (4, {"sharding": "hybrid", "node_size": 2, "bf16": True}, memory.Training(bf16=True)),
+        (
+            2,
+            {"tied": False, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+            memory.Training(states=1),
+        ),
+    ],
+)
+def test_prediction(world_size: int, odc: dict[str, Any], training: memory.Training) -> None:
+    settings = config(**odc)
+    found = values(run_ranks(_measure, world_size, settings, timeout_s=90))
+    planned = memory.plan_memory(groups_of(config(**odc)), world_size, found[0]["num_nodes"], training)
+    for measured in found:
+        assert measured["window"] == planned.window
+        assert measured["accumulator"] == planned.accumulator
+    # Padding is not stored: the fullest rank has all of it, the sum all of the model.
+    assert max(measured["weights"] for measured in found) <= planned.weights
+    assert max(measured["optimizer"] for measured in found) <= planned.optimizer
+    numel = sum(group.numel for group in groups_of(config(**odc)))
+    assert sum(measured["weights"] for measured in found) == 4 * numel
+    assert sum(measured["optimizer"] for measured in found) == 4 * training.states * numel
+
+
+def test_seven_billion_parameters_on_eight_gpus() -> None:
+    """USER_CASES 6: at least 5.25e9 bytes of symmetric memory."""
+    blocks = [memory.GroupShapes(f"layers.{n}", ((70_000, 1000),), 2) for n in range(100)]
+    planned = memory.plan_memory(blocks, 8, 1, memory.Training(bf16=True))
+    assert 0 <= planned.window - 7_000_000_000 * 2 // 8 < 100 * 256
+    assert 0 <= planned.accumulator - 7_000_000_000 * 4 // 8 < 100 * 256
+    assert planned.heap_needed >= 5.25e9
+    assert planned.weights == 7_000_000_000 * 4 // 8
+    assert planned.optimizer == 2 * planned.weights
+
+
+def test_the_price_of_hybrid_sharding() -> None:
+    """Windows over G = N / M ranks instead of N; weights and states stay sharded over all."""
+    blocks = [memory.GroupShapes("layer", ((4096, 1024),), 4)]
+    full, hybrid = (memory.plan_memory(blocks, 32, m, memory.Training(bf16=True)) for m in (1, 4))
+    assert (hybrid.window, hybrid.accumulator) == (4 * full.window, 4 * full.accumulator)
+    assert (hybrid.weights, hybrid.optimizer) == (full.weights, full.optimizer)
+    assert full.exchange == 0
+    assert hybrid.exchange == 4 * 4096 * 1024 // 32 * 5
+
+
+def test_settings_of_optimizers() -> None:
+    assert memory.optimizer_states("AdamW") == 2
+    assert memory.optimizer_states("Adam", amsgrad=True) == 3
+    assert memory.optimizer_states("SGD") == 0
+    assert memory.optimizer_states("SGD", momentum=True) == 1
+
+
+def test_stored_dtype_counts_without_reading_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"dtype": "bfloat16"}))
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    path = tmp_path / "c.yaml"
+    path.write_text(f"train_batch_size: 8\noptimizer: {{type: SGD}}\nmodel: {{path: {tmp_path}}}\n")
+    assert main([str(path)]) == 0
+    shapes = json.loads(capsys.readouterr().out)
+    assert {group["itemsize"] for group in shapes["groups"]} == {2}
+    assert sum(len(group["shapes"]) for group in shapes["groups"]) == 3 * 12 + 3
+    path.write_text("train_batch_size: 8\noptimizer: {type: SGD}\nmodel: {path: /no/such/model}\n")
+    assert main([str(path)]) == 2
+    assert "/no/such/model" in capsys.readouterr().err
