@@ -219,6 +219,9 @@ def _build_loader(
         collate_fn=collate_fn,
         draw=job.control.draw,
         run_empty=config.odc.lockstep or config.odc.transport == "collective",
+        prefetch=config.data.prefetch,
+        device=job.device.torch_device,
+        timeout_s=config.odc.timeout_s,
     )
     if loader.packs and (loss_fn is None or is_transformers_model(model)):
         prepare_model(model)  # several samples share a row: attention must stop between them

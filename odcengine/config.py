@@ -435,6 +435,12 @@ class Data(_Section):
     too_long: Literal["error", "truncate", "skip"] = Field(
         default="error", description="What happens to a sample over max_length."
     )
+    prefetch: Int | None = Field(
+        default=None,
+        ge=0,
+        description="Micro-batches that a thread reads ahead of the one in use; null: 2 for data sets that "
+        "odc prepare made, 0 for others, whose code may not bear a thread. No effect with dynamic.",
+    )
 
 
 class Checkpoint(_Section):

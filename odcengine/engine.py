@@ -656,6 +656,8 @@ class OdcEngine:
         finally:
             self._control.close()
             self._monitor.close()
+            if self._loader is not None:
+                self._loader.close()
         self._job.leave()
         if unsaved is not None:
             raise CheckpointError(unsaved)
@@ -679,6 +681,8 @@ class OdcEngine:
         self._control.fail(error)
         self._checkpoints.abandon()
         self._monitor.close(failed=True)
+        if self._loader is not None:
+            self._loader.close(timeout_s=1.0)
         with contextlib.suppress(Exception):  # FSDP2 may be in the middle of a pass; the error is what counts
             self._sharding.close()
         if self.transport is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,15 +103,22 @@ class MicroBatch:
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if target.type == "cuda" and tensor.device.type == "cpu":
-                return tensor.pin_memory().to(target, non_blocking=True)
+                return tensor.pin_memory().to(target, non_blocking=True)  # pins what is not pinned yet
             return tensor.to(target, non_blocking=non_blocking)
 
-        moved: dict[str, Any] = {
-            field.name: move(value)
+        return self._with_tensors(move)
+
+    def pin_memory(self) -> MicroBatch:
+        """The micro-batch with its tensors in pinned memory, from which copies to a GPU do not wait."""
+        return self._with_tensors(torch.Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        changed: dict[str, Any] = {
+            field.name: change(value)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **changed)
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for a causal language model of transformers, without labels.

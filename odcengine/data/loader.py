@@ -4,7 +4,8 @@ Which samples form a minibatch depends on seed, epoch and ``train_batch_size`` o
 ranks, the strategy or the limits. Who computes which of them is the plan's matter (``odcengine.balance``).
 Both are pure functions that every rank evaluates for itself; the loader communicates nothing.
 
-The next minibatch is planned in a thread while the present one is computed. With an
+The next minibatch is planned in a thread while the present one is computed, and another thread reads some
+micro-batches ahead (``prefetch.py``). With an
 :class:`~odcengine.balance.OnlineCost` it is planned with what was measured in the steps up to the last but
 one before it: the last one is still running then. That holds for every minibatch, also for the first after a
 position was loaded, so it does not depend on when a thread got its turn, and all ranks plan alike.
@@ -12,12 +13,14 @@ position was loaded, so it does not depend on when a thread got its turn, and al
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -28,15 +31,20 @@ import torch
 from odcengine.balance import Fit, OnlineCost
 from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, Plan, make_plan
 from odcengine.data.batch import num_targets_of, pack_samples, truncate_sample
-from odcengine.errors import ConfigError, UsageError
+from odcengine.data.dataset import TokenDataset
+from odcengine.data.prefetch import Reader, Reading
+from odcengine.errors import ConfigError, OdcError, UsageError
 
 logger = logging.getLogger(__name__)
+
+PREFETCH = 2
+"""Micro-batches that are read ahead of the one in use, of data sets that are known to bear it."""
 
 _TOO_LONG = ("error", "truncate", "skip")
 
 OnLoad = Callable[[float, float, "tuple[int, ...] | None"], None]
-"""Start and end in seconds of ``time.perf_counter()``; data set indices of the samples of the micro-batch
-that was read, none for a stand-in; None for the planning of a minibatch."""
+"""From when to when, in seconds of ``time.perf_counter()``, a micro-batch was read or waited for; data set
+indices of its samples, none for a stand-in; None for the planning of a minibatch."""
 
 
 class MapDataset(Protocol):
@@ -64,7 +72,7 @@ class Minibatch:
         num_targets_global: positions with a target over the samples of all ranks, or None where the data
             set does not tell (then it has to be counted while working, and agreed on).
         num_samples_without_targets: samples, over all ranks, that have nothing to learn; None as above.
-        load: makes a micro-batch of this minibatch from data set indices.
+        load: gives the micro-batches of this minibatch, each behind the data set indices of its samples.
         run_empty: also give a dummy for every empty micro-batch.
     """
 
@@ -78,7 +86,7 @@ class Minibatch:
         epoch: int,
         num_targets_global: int | None,
         num_samples_without_targets: int | None,
-        load: Callable[[Minibatch, tuple[int, ...]], Any],
+        load: Callable[[Minibatch], Generator[tuple[tuple[int, ...], Any], None, None]],
         run_empty: bool,
     ) -> None:
         self.plan = plan
@@ -89,7 +97,7 @@ class Minibatch:
         self.num_targets_global = num_targets_global
         self.num_samples_without_targets = num_samples_without_targets
         self._load = load
-        self._groups = tuple(group for group in plan.micro_batches[rank] if group or run_empty)
+        self._planned = tuple(self._ids_of(group) for group in plan.micro_batches[rank] if group or run_empty)
         self._handed_out: tuple[int, ...] | None = None
         self._draw: Callable[[], int] | None = None
 
@@ -121,18 +129,27 @@ class Minibatch:
             raise TypeError(
                 "how many micro-batches a rank draws (balance.strategy: dynamic) is not known before"
             )
-        return len(self._groups)
+        return len(self._planned)
 
-    def _drawn(self, draw: Callable[[], int]) -> Iterator[tuple[int, ...]]:
+    @property
+    def planned(self) -> tuple[tuple[int, ...], ...] | None:
+        """Data set indices of the samples of each micro-batch of this rank; None where they are drawn."""
+        return self._planned if self._draw is None else None
+
+    def drawn(self) -> Iterator[tuple[int, ...]]:
+        """Data set indices of each micro-batch that this rank draws; each is drawn when it is asked for."""
         bundles = self.plan.bundles
-        while (number := draw()) < len(bundles):
-            yield bundles[number]
+        while self._draw is not None and (number := self._draw()) < len(bundles):
+            yield self._ids_of(bundles[number])
+
+    def _ids_of(self, positions: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([self.sample_ids[position] for position in positions])
 
     def __iter__(self) -> Iterator[Any]:
-        groups = iter(self._groups) if self._draw is None else self._drawn(self._draw)
-        for group in groups:
-            self._handed_out = group
-            yield self._load(self, tuple(self.sample_ids[position] for position in group))
+        with contextlib.closing(self._load(self)) as batches:
+            for sample_ids, batch in batches:
+                self._handed_out = sample_ids
+                yield batch
         self._handed_out = None
 
     def __repr__(self) -> str:
@@ -202,6 +219,12 @@ class MinibatchLoader:
             of forwards; needed where communication is collective or in lock-step, waste elsewhere.
         draw: for ``dynamic``: called with the serial number of a minibatch, gives the next number that no
             rank has drawn from it yet, from 0. Needed with several ranks.
+        prefetch: micro-batches that a thread reads ahead of the one in use, also those of the next minibatch;
+            0 to read in the caller's thread. None: 2 for a :class:`~odcengine.data.TokenDataset`, 0 for
+            other data sets, whose code may not bear a thread (or draws random numbers that the model draws,
+            too). No effect with ``dynamic``, where nobody knows what comes.
+        device: where micro-batches will go; what was read ahead for a GPU lies in pinned memory.
+        timeout_s: limit of waiting for one micro-batch that is read ahead; None for no limit.
 
     Raises:
         ConfigError: an argument out of range, an empty data set, a sample over the limit.
@@ -229,6 +252,9 @@ class MinibatchLoader:
         pad_to_multiple_of: int = 1,
         run_empty: bool = True,
         draw: Callable[[int], int] | None = None,
+        prefetch: int | None = None,
+        device: torch.device | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         _check_arguments(
             dataset,
@@ -243,6 +269,8 @@ class MinibatchLoader:
                 "pad_to_multiple_of": pad_to_multiple_of,
             },
         )
+        if prefetch is not None and prefetch < 0:
+            raise ConfigError(f"data: prefetch is {prefetch}, but must be at least 0")
         if not 0 <= rank < world_size:
             raise ConfigError(f"data: rank {rank} is not in 0 to {world_size - 1}")
         self.dataset = dataset
@@ -280,8 +308,14 @@ class MinibatchLoader:
         self.on_load: OnLoad | None = None
         self._current: Minibatch | None = None
         self._unmeasured: Minibatch | None = None  # handed out by iterating, and its step has not ended
-        self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="odc-plan")
+        self._planner: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="odc-plan")
         self._planned: tuple[tuple[int, int], Future[Minibatch]] | None = None
+        if prefetch is None:
+            prefetch = PREFETCH if isinstance(dataset, TokenDataset) and collate_fn is None else 0
+        self.prefetch = 0 if strategy == "dynamic" else prefetch
+        self._reader = Reader(device, timeout_s)
+        self._read_of_planned: deque[Reading] = deque()  # the first micro-batches of the planned minibatch
+        self._read_of_current: deque[Reading] = deque()  # the same, of the minibatch handed out last
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
         if len(self) == 0:
             raise ConfigError(
@@ -332,12 +366,17 @@ class MinibatchLoader:
     def _take_planned(self, epoch: int, index: int) -> Minibatch:
         """The minibatch that was planned in the background, or one planned now."""
         planned, self._planned = self._planned, None
+        _cancel(self._read_of_current)
+        self._read_of_current, self._read_of_planned = self._read_of_planned, deque()
         if planned is not None and planned[0] == (epoch, index):
             return planned[1].result()  # of a thread of this process that only computes
+        _cancel(self._read_of_current)
         return self._make_minibatch(epoch, index, self._freeze_fit(skip_last=1))
 
     def _plan_next(self) -> None:
         """Plan in the background what iterating gives next, with what has been measured up to now."""
+        if self._planner is None:
+            return
         following = (self.epoch, self.index) if self.index < len(self) else (self.epoch + 1, 0)
         future = self._planner.submit(self._make_minibatch, *following, self._freeze_fit(skip_last=0))
         self._planned = (following, future)
@@ -416,7 +455,7 @@ class MinibatchLoader:
             epoch=epoch,
             num_targets_global=None if targets is None else int(targets.sum()),
             num_samples_without_targets=None if targets is None else int((targets == 0).sum()),
-            load=self._timed_load,
+            load=self._load_all,
             run_empty=self.run_empty,
         )
 
@@ -457,6 +496,7 @@ class MinibatchLoader:
             raise UsageError(f"the saved data position does not fit this loader: {'; '.join(wrong)}")
         self.epoch, self.index = int(state["epoch"]), int(state["index"])
         self._planned = self._unmeasured = None
+        _cancel(self._read_of_planned)
         if isinstance(self.cost, OnlineCost) and "cost" in state:
             self.cost.load_state_dict(state["cost"])
 
@@ -489,16 +529,77 @@ class MinibatchLoader:
             kept = self._order_of_epoch = (epoch, order)  # another thread may replace it at once
         return kept[1]
 
-    def _timed_load(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
-        start = time.perf_counter()
-        batch = self._load(minibatch, sample_ids)
+    def _load_all(self, minibatch: Minibatch) -> Generator[tuple[tuple[int, ...], Any], None, None]:
+        """The micro-batches of a minibatch in turn, each behind the data set indices of its samples."""
+        planned = minibatch.planned
+        if planned is None or not self.prefetch:
+            for sample_ids in minibatch.drawn() if planned is None else planned:
+                start = time.perf_counter()
+                yield (
+                    sample_ids,
+                    self._handed(minibatch, sample_ids, start, self._load(minibatch, sample_ids)),
+                )
+            return
+        iterated = minibatch is self._current
+        begun: deque[Reading] = deque()
+        if iterated:
+            begun, self._read_of_current = self._read_of_current, begun
+        if iterated and not planned:
+            self._read_next(self.prefetch)
+        try:
+            for number, sample_ids in enumerate(planned):
+                start = time.perf_counter()
+                for ahead in planned[number + len(begun) : number + self.prefetch + 1]:
+                    begun.append(self._read(ahead, functools.partial(self._load, minibatch, ahead)))
+                if iterated:
+                    self._read_next(self.prefetch + number + 1 - len(planned))
+                reading = begun.popleft()
+                closed = reading.future.cancelled()
+                batch = self._load(minibatch, sample_ids) if closed else self._reader.wait(reading)
+                yield sample_ids, self._handed(minibatch, sample_ids, start, batch)
+        finally:
+            _cancel(begun)
+
+    def _handed(self, minibatch: Minibatch, sample_ids: tuple[int, ...], start: float, batch: Any) -> Any:
+        self._current = minibatch
         if self.on_load is not None:
             self.on_load(start, time.perf_counter(), sample_ids)
         return batch
 
+    def _read(self, sample_ids: tuple[int, ...] | None, function: Callable[[], Any]) -> Reading:
+        what = "the next minibatch" if sample_ids is None else f"samples {list(sample_ids)}"
+        return self._reader.submit(what, function)
+
+    def _read_next(self, count: int) -> None:
+        """Have the first ``count`` micro-batches read of the minibatch that is being planned."""
+        if self._planned is None:
+            return
+        future = self._planned[1]
+
+        def read(number: int) -> Any:
+            minibatch = future.result()
+            planned = minibatch.planned or ()
+            return self._load(minibatch, planned[number]) if number < len(planned) else None
+
+        for number in range(len(self._read_of_planned), count):
+            self._read_of_planned.append(self._read(None, functools.partial(read, number)))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End the threads that plan and read ahead; what is asked for later is done by who asks.
+
+        Args:
+            timeout_s: so long a reading is waited for that has begun.
+        """
+        self.prefetch, self._planned = 0, None
+        _cancel(self._read_of_planned)
+        _cancel(self._read_of_current)
+        planner, self._planner = self._planner, None
+        if planner is not None:
+            planner.shutdown(wait=False, cancel_futures=True)
+        self._reader.close(timeout_s)
+
     def _load(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
         """The micro-batch of some samples of a minibatch; a dummy for none."""
-        self._current = minibatch
         if self.packs:
             samples = [self._sample(index) for index in sample_ids]
             batch = pack_samples(samples, sample_ids=sample_ids, pad_to_multiple_of=self.pad_to_multiple_of)
@@ -511,10 +612,12 @@ class MinibatchLoader:
             return batch
         samples = [self._sample(index) for index in sample_ids or minibatch.sample_ids[:1]]
         collate = self.collate_fn or torch.utils.data.default_collate
-        return collate(samples)
+        with _naming(f"samples {list(sample_ids)} cannot be put together"):
+            return collate(samples)
 
     def _sample(self, index: int) -> Any:
-        sample = self.dataset[index]
+        with _naming(f"sample {index} cannot be read"):
+            sample = self.dataset[index]
         if index in self._truncated:
             return truncate_sample(sample, int(self.lengths[index]))
         return sample
@@ -550,6 +653,23 @@ class MinibatchLoader:
             self.num_targets = self.num_targets.copy()
             for index in over.tolist():
                 self.num_targets[index] = num_targets_of(self._sample(index), index)
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Errors of the user's code say of what they come."""
+    try:
+        yield
+    except OdcError:
+        raise
+    except Exception as error:
+        raise UsageError(f"data: {what} ({type(error).__name__}: {error})") from error
+
+
+def _cancel(readings: deque[Reading]) -> None:
+    for reading in readings:
+        reading.future.cancel()
+    readings.clear()
 
 
 def _check_arguments(
