@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from odcengine.config import load_config
 from odcengine.data import TokenDataset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,15 +22,18 @@ MODEL = """{
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_trains(name: str, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(MODEL)
-    named = "sft_files" in name  # it names model and data itself
-    data = "demo_out/prepared" if named else "tokens"
-    (tmp_path / "demo_out").mkdir()
+    config = load_config(ROOT / "configs" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    named = config.data.path is not None  # it names model and data itself
+    model = tmp_path / (config.model.path or "model")
+    data = config.data.path or "tokens"
+    if not model.exists():
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(MODEL)
+    (tmp_path / data).parent.mkdir(exist_ok=True)
     TokenDataset.write(tmp_path / data, [{"input_ids": [1, 2, 3, 4 + n % 20]} for n in range(80)])
     path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))
-    ranks = "4" if "hybrid" in name else "2"
+    ranks = str(config.launch.nproc_per_node or 2)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "odc_launcher", "--nproc-per-node", ranks),

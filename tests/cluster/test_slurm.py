@@ -334,3 +334,42 @@ def test_example_batch_script_trains(cluster: Cluster, tmp_path: Path) -> None:
     logs = list(tmp_path.glob("odc_logs/slurm-*/rank*.log"))
     assert len(logs) == 2
     assert "step 1" in output, output
+
+
+@pytest.mark.timeout(240)
+def test_example_array_trains_with_a_configuration_for_each_member(cluster: Cluster, tmp_path: Path) -> None:
+    """As it is shipped, but for sizes, with a tiny model in the place of Qwen's; one log a rank."""
+    from odcengine.data import TokenDataset
+
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    model = tmp_path / "models" / "Qwen2.5-1.5B-Instruct"
+    model.mkdir(parents=True)
+    shutil.copy(ROOT / "examples/sft/llama_7m/config.json", model)
+    (tmp_path / "data").mkdir()
+    samples = ({"input_ids": [first, *range(8)]} for first in range(64))
+    TokenDataset.write(tmp_path / "data" / "sft", samples)
+    script = (ROOT / "examples/slurm/array.sbatch").read_text()
+    for shipped, small in (
+        ("--array=0-3%2", "--array=1-2"),
+        ("--cpus-per-task=12", "--cpus-per-task=1"),
+        ("#SBATCH --gpus-per-node=1\n", ""),
+    ):
+        assert script.count(shipped) == 1
+        script = script.replace(shipped, small)
+    (tmp_path / "array.sbatch").write_text(script)
+    program = tmp_path / "bin" / "odc-launch"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m odc_launcher "$@"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{cluster.env['PATH']}"
+    words = ["sbatch", "--parsable", "array.sbatch", "--steps", "1"]
+    code, out, err = cluster.run(tmp_path, *words, env={"PATH": path})
+    assert code == 0, err
+    job = out.strip()
+    for member, rate in ((1, "1e-5"), (2, "2e-5")):
+        state = cluster.wait_for(f"{job}_{member}", ["COMPLETED", "FAILED", "CANCELLED"], 150)
+        output = (tmp_path / f"qwen2.5_1.5b-{job}_{member}.out").read_text()
+        assert "JobState=COMPLETED" in state, output
+        assert len((tmp_path / f"runs/lr_{rate}/metrics.jsonl").read_text().splitlines()) == 1, output
+        assert len(list(tmp_path.glob(f"odc_logs/slurm-{job}_{member}-*/rank0.log"))) == 1

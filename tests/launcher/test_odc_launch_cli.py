@@ -285,6 +285,7 @@ def test_submission_from_a_config(launcher: Launcher) -> None:
     sbatch.chmod(0o755)
     launcher.env["PATH"] = f"{programs}{os.pathsep}{launcher.env['PATH']}"
     options = ["--config", "c.yaml", "--sbatch-arg=--partition=gpu", "--srun-arg=--mpi=none"]
+    options += ["--container-image", "/images/my odc.sqsh"]
     code, out, err = finish(launcher.start(*options, "script.py", "two words"))
     assert (code, out) == (0, "42\n"), err
     assert "job 42 submitted: a job of 2 nodes with 4 ranks each" in err
@@ -293,12 +294,43 @@ def test_submission_from_a_config(launcher: Launcher) -> None:
     script = (launcher.folder / "script.sh").read_text()
     for line in ("--nodes=2", "--ntasks-per-node=4", "--time=60", "--partition=gpu"):
         assert f"#SBATCH {line}\n" in script
-    assert "--launcher slurm --srun-arg=--mpi=none" in script
+    assert "--launcher slurm '--container-image=/images/my odc.sqsh' --srun-arg=--mpi=none" in script
     assert script.endswith("script.py 'two words'\n")
     sbatch.write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2\nexit 3\n")
     code, out, err = finish(launcher.start(*options, "script.py"))
     assert (code, out) == (3, "")
     assert "no such partition" in err
+
+
+def test_container_image_of_the_configuration_reaches_srun(launcher: Launcher) -> None:
+    """The command line wins; the rest of the step is as without a container."""
+    launcher.write("")
+    (launcher.folder / "c.yaml").write_text(
+        "train_batch_size: 8\nlaunch: {container_image: /images/a.sqsh, srun_args: [--container-mounts=/d:/d]}\n"
+    )
+    programs = launcher.folder / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > given\n')
+    (programs / "srun").chmod(0o755)
+    launcher.env |= {"PATH": f"{programs}{os.pathsep}{launcher.env['PATH']}", "MASTER_ADDR": "127.0.0.1"}
+    launcher.env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    launcher.env |= {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_PER_TASK": "3"}
+    for extra, image in (([], "/images/a.sqsh"), (["--container-image", "/images/b.sqsh"], "/images/b.sqsh")):
+        code, _, err = finish(launcher.start("--config", "c.yaml", *extra, "script.py"))
+        assert code == 0, err
+        given = (launcher.folder / "given").read_text().splitlines()
+        end = given.index(sys.executable)
+        assert given[:end] == [
+            "--nodes=2",
+            "--ntasks=8",
+            "--ntasks-per-node=4",
+            "--cpus-per-task=3",
+            "--kill-on-bad-exit=1",
+            "--wait=0",
+            "--export=ALL",
+            f"--container-image={image}",
+            "--container-mounts=/d:/d",
+        ]
 
 
 def test_nodes_without_a_scheduler(launcher: Launcher) -> None:
