@@ -306,7 +306,8 @@ def test_container_image_of_the_configuration_reaches_srun(launcher: Launcher) -
     """The command line wins; the rest of the step is as without a container."""
     launcher.write("")
     (launcher.folder / "c.yaml").write_text(
-        "train_batch_size: 8\nlaunch: {container_image: /images/a.sqsh, srun_args: [--container-mounts=/d:/d]}\n"
+        "train_batch_size: 8\n"
+        "launch: {container_image: /images/a.sqsh, srun_args: [--container-mounts=/d:/d]}\n"
     )
     programs = launcher.folder / "bin"
     programs.mkdir()
