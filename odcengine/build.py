@@ -22,14 +22,18 @@ from odcengine.engine import LossFn, OdcEngine
 from odcengine.errors import ConfigError
 from odcengine.metrics import FlopsOf
 from odcengine.models import (
+    check_isolation,
     check_lengths,
     enable_checkpointing,
     is_transformers_model,
     load_model,
     model_flops,
+    open_model,
+    prepare_loss,
     prepare_model,
     vocabulary_size,
 )
+from odcengine.models.stored import StoredModel
 from odcengine.monitor import Monitor
 from odcengine.optim import build_optimizer, build_scheduler
 from odcengine.sharding.base import Sharding
@@ -66,7 +70,8 @@ def initialize(
     Args:
         model: the model, materialised on the CPU or on this rank's GPU, the same on all ranks; rank 0's
             weights are given to all. It is sharded in place, on the GPU where the job has GPUs, and switched
-            to training mode. None: the one that the configuration's ``model`` section names.
+            to training mode. None: the one that the configuration's ``model`` section names; of a directory
+            of safetensors each rank then reads its own part only.
         config: path, mapping or :class:`~odcengine.config.Config`; by default the file that ``odc-launch
             --config`` was given.
         training_data: map-style data set for the loader (see :class:`~odcengine.data.MinibatchLoader`), or
@@ -103,18 +108,20 @@ def initialize(
             if info.rank == 0:
                 for notice in settings.notices:
                     logger.warning("config: %s", notice)
-            model = _build_model(settings, model)
+            stored = _open_stored(settings, model)
+            model = _build_model(settings, model) if stored is None else stored.model
             if settings.bf16.enabled and any(p.dtype == torch.bfloat16 for p in model.parameters()):
                 model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
             blocks = block_modules(model, settings.odc.wrap)
-            check_model(model, blocks, job.device.type)
+            check_model(model, blocks, job.device.type, stored=stored is not None)
             loader = None
             training_data = _open_data(settings, training_data)
             if training_data is not None:
                 loader = _build_loader(model, training_data, settings, job, collate_fn, length_fn, loss_fn)
-            if settings.model.compile:  # after the loader has tried the model, which would compile for that
+            # After the loader has tried the model, which would compile for that.
+            if settings.model.compile and stored is None:
                 _compile(model, blocks)
-            sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer)
+            sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer, stored)
             made = _build_optimizer(settings, optimizer, parameters)
             scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
             monitor = Monitor(settings, job, sharding, loader, flops_of=_flops_of(model))
@@ -131,11 +138,34 @@ def initialize(
                 loader=loader,
                 loss_fn=loss_fn,
             )
+            if stored is not None:
+                _try_out(engine, loader)
+                if settings.model.compile:
+                    _compile(model, blocks)
             engine.resume()
     except BaseException:
         control.close()  # the others have been told; a notebook may try again
         raise
     return engine, made, loader, scheduler
+
+
+def _open_stored(config: Config, model: nn.Module | None) -> StoredModel | None:
+    """The configuration's model without its weights, where each rank can read its own part of them later."""
+    section = config.model
+    if model is not None or section.path is None:
+        return None
+    return open_model(
+        section.path, dtype=section.dtype, gradient_checkpointing=section.gradient_checkpointing
+    )
+
+
+def _try_out(engine: OdcEngine, loader: MinibatchLoader | None) -> None:
+    """What needs weights and was put off: prove that packed samples do not see each other. All ranks do."""
+    if loader is not None and loader.packs:
+        low = engine.config.bf16.enabled  # what the sharded model computes in
+        check_isolation(engine.module, 0.05 if low else 1e-5)
+        prepare_loss(engine.module, 0.01 if low else 1e-5)
+        engine.train()
 
 
 def _build_model(config: Config, model: nn.Module | None) -> nn.Module:
@@ -249,12 +279,17 @@ def _flops_of(model: nn.Module) -> FlopsOf | None:
 
 
 def _shard(
-    model: nn.Module, blocks: list[nn.Module], config: Config, job: Job, optimizer: OptimizerSource | None
+    model: nn.Module,
+    blocks: list[nn.Module],
+    config: Config,
+    job: Job,
+    optimizer: OptimizerSource | None,
+    stored: StoredModel | None,
 ) -> tuple[Sharding, Transport | None, list[dict[str, Any]]]:
     """Shard the model, install the communication, and return the parameter groups for the optimizer."""
     bf16, topology = config.bf16.enabled, job.topology
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    equalize_weights(model, job)
+    equalize_weights(model, job, stored=None if stored is None else stored.weights.fingerprint)
     collective = config.odc.transport == "collective" or topology.world_size == 1
     param_dtype = torch.bfloat16 if bf16 else None
     shard_model(
@@ -267,6 +302,8 @@ def _shard(
         reduce_dtype=torch.float32 if bf16 and collective else None,
         reshard_after_forward=config.odc.reshard_after_forward,
     )
+    if stored is not None:
+        stored.fill(model, job.device.torch_device)
     sharded = dict(model.named_parameters())
     if isinstance(optimizer, Optimizer):
         parameters = _rename_groups(optimizer, names, sharded)

@@ -627,6 +627,7 @@ class OdcEngine:
         self._require_open()
         if self._micro_batches:
             raise UsageError(f"{call}: call it between minibatches, after step() and before a backward")
+        self._sharding.reshard()  # an evaluation may have left full parameters
 
     # -- the end ---------------------------------------------------------------------------------------
 

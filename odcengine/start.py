@@ -317,12 +317,14 @@ def _open_store(
     return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def equalize_weights(model: nn.Module, job: Job) -> None:
+def equalize_weights(model: nn.Module, job: Job, *, stored: str | None = None) -> None:
     """Give all ranks rank 0's parameters and buffers, as DeepSpeed does. Collective.
 
     Args:
         model: the model, not sharded yet, on the CPU or on the job's device.
         job: the ranks.
+        stored: of a model on the meta device, the fingerprint of the files that its weights come from; these
+            are compared, and only what is real is given to all.
 
     Raises:
         ConfigError: the ranks' models differ in names, shapes or dtypes.
@@ -333,8 +335,9 @@ def equalize_weights(model: nn.Module, job: Job) -> None:
     shape = json.dumps([[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()])
     what = "model (names, shapes, dtypes, requires_grad of its tensors)"
     _compare(_exchanger(job.start_group), what, _digest(shape))
+    _compare(_exchanger(job.start_group), "model's files (names, sizes, places of tensors)", stored or "none")
     for tensor in tensors.values():
-        if tensor.numel():
+        if tensor.numel() and not tensor.is_meta:
             # Over the devices: one tensor at a time travels through the GPU, which gloo could not match.
             moved = tensor.detach().to(job.device.torch_device)
             dist.broadcast(moved, src=0)

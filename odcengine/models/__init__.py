@@ -5,7 +5,13 @@ from __future__ import annotations
 from odcengine.models.flops import model_flops
 from odcengine.models.head import prepare_loss
 from odcengine.models.limits import check_lengths
-from odcengine.models.load import check_tokenizer, enable_checkpointing, load_model, vocabulary_size
+from odcengine.models.load import (
+    check_tokenizer,
+    enable_checkpointing,
+    load_model,
+    open_model,
+    vocabulary_size,
+)
 from odcengine.models.packed import (
     PACKED_ATTENTION,
     check_isolation,
@@ -24,6 +30,7 @@ __all__ = [
     "is_transformers_model",
     "load_model",
     "model_flops",
+    "open_model",
     "packed_attention",
     "prepare_config",
     "prepare_loss",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from odcengine.errors import ConfigError
+from odcengine.models.stored import StoredModel, StoredWeights, parameters_on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,52 @@ def meta_model(
         )
     model.tie_weights()  # type: ignore[operator]
     return model
+
+
+def open_model(
+    source: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    gradient_checkpointing: bool = False,
+) -> StoredModel | None:
+    """A model of transformers whose weights stay in their files until it is sharded.
+
+    Args:
+        source: as for :func:`load_model`.
+        dtype: as for :func:`load_model`.
+        gradient_checkpointing: as for :func:`load_model`.
+
+    Returns:
+        The model on the meta device with what is needed to fill it; None where that cannot be done: there are
+        no safetensors files on this machine, or transformers makes other tensors of them than are stored.
+        Then :func:`load_model` loads it.
+
+    Raises:
+        ConfigError: there is no such model, it is not a causal language model, or its files are incomplete.
+    """
+    transformers = _import_transformers()
+    kind = _dtype(dtype)
+    config, path = _read(transformers, source)
+    _require_causal(config, f"model: {_show(source)}")
+    folder = None if path is None else Path(path).expanduser()
+    if folder is None or not any(folder.glob("model*.safetensors")):
+        return None
+    weights = StoredWeights(folder)
+    wanted = kind or getattr(config, "dtype", None) or weights.dtype or torch.float32
+    with parameters_on_meta(), torch.random.fork_rng(devices=[]):
+        model: nn.Module = _call(
+            f"model: {_show(source)}",
+            transformers.AutoModelForCausalLM.from_config,
+            config,
+            dtype=wanted if isinstance(wanted, torch.dtype) else _dtype(str(wanted)),
+        )
+    names = weights.match(model)
+    if isinstance(names, str):
+        logger.info("model: %s: every rank loads it whole: %s", _show(source), names)
+        return None
+    if gradient_checkpointing:
+        enable_checkpointing(model)
+    return StoredModel(model.train(), weights, names)
 
 
 def enable_checkpointing(model: nn.Module) -> None:

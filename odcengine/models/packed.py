@@ -268,8 +268,9 @@ def prepare_model(model: nn.Module, *, probe: bool | None = None) -> nn.Module:
         module.config = copy.deepcopy(config, memo)
     _set_attention(model, PACKED_ATTENTION)
     hooks = [hook for part in parts if not _is_hooked(part) for hook in _hook(part)]
+    has_weights = not any(parameter.is_meta for parameter in model.parameters())
     if probe is None:
-        probe = not any(parameter.is_meta for parameter in model.parameters())
+        probe = has_weights
     if probe:
         try:
             check_isolation(model)
@@ -279,7 +280,8 @@ def prepare_model(model: nn.Module, *, probe: bool | None = None) -> nn.Module:
             for hook in hooks:
                 hook.remove()
             raise
-    prepare_loss(model)
+    if has_weights:
+        prepare_loss(model)
     return model
 
 

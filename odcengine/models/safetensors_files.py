@@ -35,6 +35,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 _INDEX = "{}.safetensors.index.json"
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that the format calls ``name``; ValueError for one that is not known here."""
+    for dtype, known in _NAMES.items():
+        if known == name:
+            return dtype
+    raise ValueError(f"dtype {name} is not supported")
+
+
 @dataclass(frozen=True)
 class TensorPlace:
     """Where a tensor goes.

@@ -72,13 +72,16 @@ def _no_split_names(model: nn.Module) -> set[str]:
     return set(names) if isinstance(names, Iterable) else set()
 
 
-def check_model(model: nn.Module, blocks: Sequence[nn.Module], device_type: str) -> None:
+def check_model(
+    model: nn.Module, blocks: Sequence[nn.Module], device_type: str, *, stored: bool = False
+) -> None:
     """Refuse what cannot be sharded, before anything is changed.
 
     Args:
         model: the model, not sharded yet.
         blocks: the modules that become groups.
         device_type: where the ranks compute, "cpu" or "cuda"; parameters may be there or on the CPU.
+        stored: parameters are on the meta device, and filled when they are sharded.
 
     Raises:
         ConfigError: no parameters, parameters on another device, or one tied across groups.
@@ -90,7 +93,7 @@ def check_model(model: nn.Module, blocks: Sequence[nn.Module], device_type: str)
             f"model: no parameter of {type(model).__name__} requires a gradient; there is nothing to train"
         )
     for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", device_type):
+        if parameter.device.type not in ("meta" if stored else "cpu", device_type):
             raise ConfigError(
                 f"model: parameter {name} is on {parameter.device}; the ranks of this job train on "
                 f"{device_type} (materialise or move the model before odcengine.initialize)"
