@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -67,13 +68,17 @@ def test_commands_are_known() -> None:
 def test_prepare_then_train(checkout: Path) -> None:
     """In README's order; the launcher's example with a script of its own is the next test."""
     mine = [words for words in commands() if words[0] != "odc-launch"]
-    assert len(mine) == 5
+    assert len(mine) == 7
     for words in mine:
         done = run(words, checkout)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (checkout / "demo_out" / "tokens").is_dir()
     written = checkout / "demo_out" / "run"
-    assert len((written / "metrics.jsonl").read_text().splitlines()) == 5
+    # The second run went on from the checkpoint of step 4.
+    steps = [json.loads(line)["step"] for line in (written / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4, 4, 5, 6]
+    assert {"step_4", "step_6", "latest"} <= {path.name for path in (written / "checkpoints").iterdir()}
+    assert (checkout / "demo_out" / "exported" / "model.safetensors").exists()
     assert list((written / "tensorboard").glob("events.*"))
     assert (written / "timelines" / "step000003.png").exists()
 

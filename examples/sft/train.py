@@ -7,13 +7,14 @@
 training starts from random ones) or a name on the Hugging Face Hub; without it, the configuration's ``model``
 section says what is trained. ``--data`` is a directory that ``odc prepare`` or
 ``odcengine.data.TokenDataset.write`` made; without it, the configuration's ``data.path``. Everything else
-(batch size, optimizer, transport, balance) is in the configuration file.
+(batch size, optimizer, transport, balance, checkpoints) is in the configuration file.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 from pathlib import Path
 
 import odcengine
@@ -39,13 +40,15 @@ def main() -> None:
         raise ConfigError("no data: give --data DIRECTORY, or data.path in the configuration")
 
     with engine:
-        for _ in range(engine.config.data.num_epochs):
+        last = arguments.steps or math.inf
+        # A run that goes on from a checkpoint begins in a later epoch, at a later step.
+        while loader.epoch < engine.config.data.num_epochs and engine.global_steps < last:
             for minibatch in loader:  # this rank's share of an optimizer step
                 for micro_batch in minibatch:
                     engine.backward(engine(micro_batch))
                 engine.step()
-                if engine.global_steps == arguments.steps:
-                    return
+                if engine.global_steps >= last:
+                    break
 
 
 if __name__ == "__main__":
