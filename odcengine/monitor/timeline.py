@@ -21,6 +21,7 @@ import torch.distributed as dist
 from odcengine._collectives import all_gather
 from odcengine.control import ControlBlock
 from odcengine.errors import ConfigError
+from odcengine.monitor.figure import new_figure, save
 from odcengine.monitor.recorder import KINDS, NumberedEvent
 from odcengine.topology import Topology
 
@@ -247,17 +248,9 @@ def draw_timelines(timelines: Sequence[tuple[str, Timeline]], path: Path) -> Non
     Raises:
         ConfigError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "drawing a timeline needs matplotlib; install it with pip install 'odcengine[monitor]'"
-        ) from None
-    figure = Figure(figsize=(13, height_of(timelines)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, height_of(timelines))
     plot_timelines(timelines, figure)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def height_of(timelines: Sequence[tuple[str, Timeline]]) -> float:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from odcengine.data import TokenDataset
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "monitor.md").read_text()
 PROGRAMS = {"odc-launch": "odc_launcher", "odc": "odc_tools"}
@@ -36,16 +38,17 @@ engine.close()
 
 def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    TokenDataset.write(tmp_path / "tokens", ({"input_ids": [1] * length} for length in range(1, 30)))
     config = re.search(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
     assert config is not None
     (tmp_path / config[1]).write_text(config[2])
     path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
     commands = [
         shlex.split(line)
-        for block in re.findall(r"```\n(odc.*?)```", PAGE, re.DOTALL)
+        for block in re.findall(r"```(?:sh)?\n(odc.*?)```", PAGE, re.DOTALL)
         for line in block.replace("\\\n", " ").splitlines()
     ]
-    assert [command[0] for command in commands] == ["odc-launch", "odc", "odc"]
+    assert [command[0] for command in commands] == ["odc-launch", *["odc"] * 5]
     outputs = []
     for program, *arguments in commands:
         done = subprocess.run(
@@ -71,6 +74,11 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     assert timelines == ["step000001.json", "step000001.png", "step000003.json", "step000003.png"]
     assert (written / "step1.png").exists()
     assert (written / "both.png").exists()
+    assert (tmp_path / "lengths.png").exists()
+    assert _shape(outputs[3]) == _shape(example[2])
+    assert "monitored is 1.000 times as fast as monitored" in outputs[4]
+    for folder in (written / "report", tmp_path / "compared"):
+        assert sorted(path.name for path in folder.iterdir()) == ["idle.png", "timeline.png"]
 
 
 def _shape(line: str) -> str:
