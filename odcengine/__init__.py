@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from odcengine.build import initialize
     from odcengine.config import Config, load_config
     from odcengine.engine import OdcEngine
+    from odcengine.preemption import Preempted
 
 _LAZY = {
     "Config": "odcengine.config",
     "load_config": "odcengine.config",
     "OdcEngine": "odcengine.engine",
+    "Preempted": "odcengine.preemption",
     "initialize": "odcengine.build",
 }
 
-__all__ = ["Config", "OdcEngine", "__version__", "initialize", "load_config"]
+__all__ = ["Config", "OdcEngine", "Preempted", "__version__", "initialize", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

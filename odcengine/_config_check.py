@@ -18,9 +18,6 @@ from odcengine._config_source import Path, Problem, Source, read_source, show, s
 from odcengine.config import DEVICE_OF_TRANSPORT, MAX_INT, PARAMS, Choice, Config, SgdParams
 from odcengine.errors import ConfigError
 
-PLANNED_SECTIONS = ("preemption",)
-"""Top-level sections that later versions will have."""
-
 _LATER = "is not in this version"
 REFUSED_VALUES: dict[str, tuple[tuple[Any, str], ...]] = {
     "zero_optimization.stage": tuple(
@@ -318,8 +315,6 @@ class _Checker:
         key, section = str(path[-1]), path[:-1]
         model = self.model(section)
         here = list(model.model_fields) if model is not None else []
-        if not section and key in PLANNED_SECTIONS:
-            return f"this section {_LATER}; remove it"
         elsewhere = [known for known in _all_paths() if known.rpartition(".")[2] == key]
         if elsewhere:
             return f"unknown key here; it belongs at {' or '.join(elsewhere[:3])}"
@@ -385,6 +380,13 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"has no effect without {paths[1] if every else paths[0]}; give both or neither",
         )
     checkpoint = config.checkpoint
+    stopping = config.preemption
+    asked = stopping.max_time is not None or stopping.signals != type(stopping)().signals
+    if checkpoint.dir is None and asked:
+        yield (
+            ("preemption", "checkpoint.dir"),
+            "saves a checkpoint before the job ends; give its directory in checkpoint.dir",
+        )
     if checkpoint.every_n_steps and checkpoint.dir is None:
         yield (
             ("checkpoint.every_n_steps", "checkpoint.dir"),

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from odcengine import _config_deepspeed as deepspeed
-from odcengine._config_check import PLANNED_SECTIONS, REFUSED_VALUES, form, section_models
+from odcengine._config_check import REFUSED_VALUES, form, section_models
 from odcengine.config import AUTO_SAMPLES_PER_RANK, PARAMS, Config
 
 _INTRO = """\
@@ -155,8 +155,7 @@ def _parts() -> Iterator[str]:
         for path, refused in REFUSED_VALUES.items()
         for value, reason in refused
     )
-    planned = ((f"`{name}`", "not in this version") for name in PLANNED_SECTIONS)
-    yield "## Values and sections that are refused\n" + _table(("value", "because"), [*values, *planned])
+    yield "## Values that are refused\n" + _table(("value", "because"), values)
 
 
 def _fields(fields: dict[str, FieldInfo]) -> str:

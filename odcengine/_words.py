@@ -97,6 +97,7 @@ class Word(enum.IntEnum):
     LOOKED_NS = 16  # CLOCK_MONOTONIC of its last look around while it waits
     DRAWN_FROM = 17  # in the first rank's slot: serial number of the minibatch that ranks draw from
     DRAWN = 18  # and how many numbers they have drawn from it
+    DUMPS = 19  # 1: its process writes its stacks when it is asked to
 
 
 def make_tag(meeting: Meeting, number: int) -> int:

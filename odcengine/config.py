@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -87,6 +88,24 @@ def _signals(value: Any) -> Any:
             raise ValueError(f"{ascii(shown)[:40]}{reason}; expected names out of {names_text}")
         names.append(short)
     return tuple(dict.fromkeys(names))
+
+
+def _duration(value: Any) -> Any:
+    """Checks ``preemption.max_time``; seconds."""
+    seconds: Any = value
+    if isinstance(value, str):
+        found = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)", value)
+        if found is None:
+            raise ValueError(
+                f"expected seconds, or a time such as '03:50:00' or '1-12:00:00', found {value!r}"
+            )
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        seconds = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"expected a time above 0 in seconds, or text such as '03:50:00', found {value!r}")
+    return float(seconds)
 
 
 def _reshard(value: Any) -> Any:
@@ -489,6 +508,28 @@ class Checkpoint(_Section):
     )
 
 
+class Preemption(_Section):
+    """Stopping with a checkpoint before the allocation ends; see docs/preemption.md."""
+
+    signals: Annotated[tuple[str, ...], BeforeValidator(_signals)] = Field(
+        default=("USR1", "TERM"),
+        description="Signals after which all ranks finish the step, save a checkpoint and end with exit code "
+        "75. Without checkpoint.dir they have their usual effect.",
+    )
+    grace_s: Float = Field(
+        default=300.0,
+        ge=0,
+        le=MAX_SECONDS,
+        description="Seconds that odc-launch gives the ranks after TERM to do so, where that is more than "
+        "launch.grace_s.",
+    )
+    max_time: Annotated[float | None, BeforeValidator(_duration)] = Field(
+        default=None,
+        description="Time after odcengine.initialize when they do so without a signal: seconds, or text as "
+        "SLURM writes it ([D-]HH:MM:SS); null: never.",
+    )
+
+
 class Monitor(_Section):
     """What a run shows and writes."""
 
@@ -639,6 +680,9 @@ class Config(_Section):
     balance: Balance = Field(default=Balance(), description="Load balancing.")
     data: Data = Field(default=Data(), description="The loader.")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="Saving and resuming.")
+    preemption: Preemption = Field(
+        default=Preemption(), description="Stopping with a checkpoint before the allocation ends."
+    )
     monitor: Monitor = Field(default=Monitor(), description="What a run shows and writes.")
     launch: Launch = Field(default=Launch(), description="odc-launch.")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import mmap
 import os
 import sys
@@ -29,12 +30,15 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from odcengine._between_nodes import OtherNodes, Store
+from odcengine._hang import DEADLINE_EXIT_CODE, RankState, StackFile, ask_for_stack, report
 from odcengine._memory import FileLocks, create_memory, map_memory, share_descriptors
 from odcengine._words import MEETING_RANGE, Meeting, Phase, Word, explain_tag, make_tag
 from odcengine.errors import DeadlineError, PeerError, UsageError
 from odcengine.topology import Topology
 
 __all__ = ["ControlBlock", "EventRecorder", "Meeting", "Phase", "Store", "Work"]
+
+logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 4096
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
@@ -124,6 +128,8 @@ class ControlBlock:
         if not self._locks.try_acquire(self._offset(_ALIVE_LOCK, self._me)):
             raise UsageError(f"{self.describe(self._me)}: two processes run as the same local rank")
         self._mine[Word.PID] = os.getpid()
+        self._stacks = StackFile(self._stack_path(topology.rank))
+        self._mine[Word.DUMPS] = self._stacks.active
         self.beat()
         self._mine[Word.STATE] = _ACTIVE
         self.wait_until(
@@ -138,8 +144,7 @@ class ControlBlock:
     def beat(self) -> None:
         """Give a sign of life; called wherever this rank makes progress."""
         self._mine[Word.ALIVE_NS] = self._mine[Word.PROGRESS_NS] = time.monotonic_ns()
-        if self._other_nodes is not None:
-            self._other_nodes.exchange()
+        self._hear_other_nodes()
 
     def enter(self, phase: Phase, *, step: int | None = None, micro_batch: int | None = None) -> None:
         """Say what this rank does from now on; a sign of life.
@@ -219,8 +224,17 @@ class ControlBlock:
             self._raise_abort()
         if self._ended is not None:
             self._check_nobody_has_more(*self._ended)
-        if self._other_nodes is not None:
-            self._other_nodes.exchange()
+        self._hear_other_nodes()
+
+    def _hear_other_nodes(self, *, now: bool = False) -> None:
+        if self._other_nodes is None:
+            return
+        try:
+            self._other_nodes.exchange(now=now)
+        except PeerError as error:
+            if error.rank in self.topology.peers and error.rank != self.topology.rank:
+                self._tell_places([error.rank])  # another node has given up one of this node's ranks
+            raise
 
     def _raise_abort(self) -> None:
         codes = self._words[:, Word.ABORT]
@@ -259,6 +273,9 @@ class ControlBlock:
     def _write_error_record(self, error: BaseException, secondary: bool) -> None:
         if self._error_file is None:
             return
+        # Who notices that a rank is silent is the first to fail: there is nobody else to tell the cause.
+        secondary = secondary and not isinstance(error, DeadlineError)
+        told = f"\n{error.report}" if isinstance(error, DeadlineError) and error.report else ""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         record = {
             "rank": self.topology.rank,
@@ -266,7 +283,7 @@ class ControlBlock:
             "pid": os.getpid(),
             "time": time.time(),
             "type": type(error).__name__,
-            "message": str(error),
+            "message": f"{error}{told}",
             "secondary": secondary,
             "step": int(self._mine[Word.STEP]),
             "traceback": trace,
@@ -285,6 +302,8 @@ class ControlBlock:
             if alive is not None:
                 alive.fail(error)
             before(kind, error, trace)
+            if isinstance(error, DeadlineError):
+                raise SystemExit(DEADLINE_EXIT_CODE)  # in an exception hook it sets the exit code
 
         self._excepthooks = (before, hook)
         sys.excepthook = hook
@@ -430,8 +449,7 @@ class ControlBlock:
         """
         deadline = time.monotonic() + _LOOK_FOR_CAUSE_S
         while time.monotonic() < deadline:
-            if self._other_nodes is not None:
-                self._other_nodes.exchange(now=True)
+            self._hear_other_nodes(now=True)
             self._check_failures()
             time.sleep(_PEER_CHECK_S)
         raise PeerError(
@@ -489,11 +507,43 @@ class ControlBlock:
             silent, silent_remote = stuck, stuck_remote
         names = [f"{self.describe(index)}, in {self._where(index)}" for index in silent]
         names += [self.topology.describe(rank) for rank in silent_remote]
+        blamed = [*(self.topology.peers[index] for index in silent), *silent_remote]
+        told = self._tell_places(blamed)
         raise DeadlineError(
             f"no sign of life for {limit_s:g} s (odc.timeout_s) from {'; '.join(names)}. "
             f"{self.describe(self._me)} waited in {self._where(self._me)} for: {what}",
-            [*(self.topology.peers[index] for index in silent), *silent_remote][0],
+            blamed[0],
+            report=told,
         )
+
+    def _tell_places(self, blamed: Sequence[int]) -> str:
+        """Log where the ranks of this node are, and have them write their stacks; returns what was logged."""
+        states = []
+        for index, rank in enumerate(self.topology.peers):
+            words = self._words[index]
+            if words[Word.STATE] != _ACTIVE:
+                continue
+            states.append(
+                RankState(
+                    rank,
+                    self._place(index),
+                    int(words[Word.WAITS_FOR]) - 1 if self._is_waiting(index) else None,
+                    (time.monotonic_ns() - int(words[Word.PROGRESS_NS])) / 1e9,
+                )
+            )
+            alive = index == self._me or self._locks.holder(self._offset(_ALIVE_LOCK, index)) is not None
+            if words[Word.DUMPS] and alive:
+                ask_for_stack(int(words[Word.PID]))
+        lines = [report(states, blamed, self.topology.world_size - self._size)]
+        folder = self._stack_path(self.topology.rank)
+        if folder is not None:
+            lines.append(f"the Python stacks of their threads: {folder.with_name('stack-rank*.txt')}")
+        told = "\n".join(lines)
+        logger.error("%s", told)
+        return told
+
+    def _stack_path(self, rank: int) -> Path | None:
+        return None if self._error_file is None else Path(self._error_file).with_name(f"stack-rank{rank}.txt")
 
     def _is_waiting(self, index: int) -> bool:
         looked = int(self._words[index, Word.LOOKED_NS])
@@ -710,22 +760,25 @@ class ControlBlock:
         return self.describe(peers.index(rank)) if rank in peers else self.topology.describe(rank)
 
     def _where(self, index: int) -> str:
+        text, waits_for = self._place(index), int(self._words[index, Word.WAITS_FOR]) - 1
+        return (
+            f"{text} (itself waiting for rank {waits_for})" if waits_for >= 0 and index != self._me else text
+        )
+
+    def _place(self, index: int) -> str:
         words = self._words[index]
         text = f"step {words[Word.STEP]}"
         phase = Phase(int(words[Word.PHASE]))
         if phase in (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN):
             text += f", micro-batch {words[Word.MICRO_BATCH]}"
-        text += f", {phase.label}"
-        waits_for = int(words[Word.WAITS_FOR]) - 1
-        if waits_for >= 0 and index != self._me:
-            text += f" (itself waiting for rank {waits_for})"
-        return text
+        return f"{text}, {phase.label}"
 
     def close(self) -> None:
         """Leave in good order and let go of the memory. The caller has passed the last barrier."""
         if self.closed:
             return
         self.closed = True
+        self._stacks.close()
         if self._excepthooks is not None and sys.excepthook is self._excepthooks[1]:
             sys.excepthook = self._excepthooks[0]
         if self.is_owner:

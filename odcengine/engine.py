@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics, whole_or_none
 from odcengine.models.safetensors_files import parse_size
 from odcengine.monitor import Monitor
+from odcengine.preemption import Preempted, StopRequests
 from odcengine.sharding.base import Blocked, Changed, Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.start import Job
@@ -101,6 +102,15 @@ class OdcEngine:
         self._monitor = monitor
         self._loader = loader
         self._checkpoints = Checkpoints(Trained(model, optimizer, scheduler, loader), job, config)
+        saves = config.checkpoint.dir is not None
+        self._stop = StopRequests(
+            config.preemption.signals if saves else (), config.preemption.max_time if saves else None
+        )
+        if self._stop.foreign and job.topology.rank == 0:
+            logger.warning(
+                "preemption.signals: %s: the script's own handlers stay; no checkpoint is saved for them",
+                ", ".join(self._stop.foreign),
+            )
         self._num_minibatches = 0  # begun in this process
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
@@ -225,6 +235,7 @@ class OdcEngine:
         Raises:
             UsageError: ranks are at different places of the program.
             PeerError: another rank failed, died or gave no sign of life.
+            Preempted: the job was asked to stop (``preemption``), and a checkpoint of this step is complete.
         """
         self._require_open()
         control, step = self._control, self.global_steps
@@ -268,7 +279,17 @@ class OdcEngine:
         self._start_minibatch()
         self._checkpoints.after_step(agreed.votes, self.global_steps, self.client_state)
         control.enter(Phase.BETWEEN, step=self.global_steps, micro_batch=0)
+        if agreed.stops:
+            self._save_and_stop(agreed.stops)
         return metrics
+
+    def _save_and_stop(self, stops: int) -> NoReturn:
+        """All ranks leave here in the same step, since a signal or the clock has asked some of them to."""
+        reason = self._stop.reason or f"{stops} of {self.topology.world_size} ranks were asked to"
+        if self.topology.rank == 0:
+            logger.warning("stopping after %d steps: %s", self.global_steps, reason)
+        self._checkpoints.save_last(self.global_steps, self.client_state)
+        raise Preempted(reason, self.global_steps)
 
     def _meet(self, step: int) -> None:
         """Barrier A: all pushes have landed, all pulls have completed."""
@@ -370,6 +391,7 @@ class OdcEngine:
         return [
             *(self._count, float(self._micro_batches), tally.samples, tally.flops),
             *self._checkpoints.votes(),
+            self._stop.vote(),
         ]
 
     def _sum_over_ranks(
@@ -669,7 +691,11 @@ class OdcEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if (
+            error is None
+            or isinstance(error, Preempted)
+            or (isinstance(error, SystemExit) and not error.code)
+        ):
             self.close()
         else:
             self._abandon(error)
@@ -692,6 +718,7 @@ class OdcEngine:
     def _leave(self) -> None:
         self._closed = True
         self._garbage.close()
+        self._stop.close()
         atexit.unregister(self._at_exit)
 
     def __del__(self) -> None:
@@ -721,10 +748,11 @@ class _Agreed:
     flops: float | None
     used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
     votes: list[float]  # on the checkpoint that is being saved
+    stops: int  # ranks that were asked to stop
 
     @classmethod
     def of(cls, sums: list[float], of_ranks: list[list[float]], used: torch.Tensor) -> _Agreed:
-        loss_sum, squared_norm, count, micro_batches, samples, flops, *votes = sums
+        loss_sum, squared_norm, count, micro_batches, samples, flops, *votes, stops = sums
         busy, wait, tokens = of_ranks
         return cls(
             loss_sum=loss_sum,
@@ -738,6 +766,7 @@ class _Agreed:
             flops=None if math.isnan(flops) else flops,
             used=used,
             votes=votes,
+            stops=round(stops),
         )
 
 

@@ -46,4 +46,14 @@ class PeerError(OdcError):
 
 
 class DeadlineError(PeerError):
-    """A wait ran past its deadline; the message names peer, operation, step and limit."""
+    """A wait ran past its deadline; the message names peer, operation, step and limit.
+
+    Args:
+        message: of the error.
+        rank: the global rank that is to blame, or None where it is not known.
+        report: where all ranks are, in lines; empty where that is not known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, report: str = "") -> None:
+        super().__init__(message, rank)
+        self.report = report

@@ -102,7 +102,11 @@ def nothing_left(job: Path, before: set[str]) -> bool:
         ("raise", 1, ["rank 0 .*failed first: exit code 1", "cause: ValueError: sample 17 is broken"]),
         ("kill", 137, ["rank 0 .*failed first: SIGKILL", "rank 1 exit code 1 .*rank 0 .* died or left"]),
         ("exit", 5, ["rank 0 .*failed first: exit code 5", "the end of its script, without close"]),
-        ("stop", 1, ["no sign of life for 3 s .* from rank 0 .* step 2, micro-batch 1", "SIGTERM to rank 0"]),
+        (
+            "stop",
+            124,
+            ["no sign of life for 3 s .* from rank 0 .* step 2, micro-batch 1", "SIGTERM to rank 0"],
+        ),
     ],
 )
 def test_how_a_job_ends(job: Path, how: str, code: int, patterns: list[str]) -> None:

@@ -92,6 +92,8 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         configured = getattr(settings, key, None)
         return default if configured is None else configured
 
+    saves = config is not None and config.checkpoint.dir is not None
+    preemption = config.preemption if config is not None and saves else None
     request = planning.Request(
         target=name,
         is_module=is_module,
@@ -103,7 +105,11 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         show=choose(options.show, "show", "all"),
         oversubscribe=options.oversubscribe,
         grace_s=choose(options.grace_s, "grace_s", planning.DEFAULT_GRACE_S),
-        signals=choose(None, "signals", planning.DEFAULT_SIGNALS),
+        term_grace_s=preemption.grace_s if preemption is not None and options.grace_s is None else 0.0,
+        signals=(
+            *choose(None, "signals", planning.DEFAULT_SIGNALS),
+            *(preemption.signals if preemption is not None else ()),
+        ),
         env=_assignments(choose(None, "env", ())),
         env_expand=_assignments(choose(None, "env_expand", ())),
         interface=choose(None, "interface", None),

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from odcengine.preemption import REQUEUE_EXIT_CODE
+
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _LINE_CHARS = 1000
@@ -163,6 +165,8 @@ def report(ends: Sequence[RankEnd], passed_on: signal.Signals | None = None) -> 
     first = primary(ends)
     if first is None:
         return []
+    if all(end.returncode == REQUEUE_EXIT_CODE and end.record is None for end in ends):
+        return [f"all ranks were asked to stop, and ended with {REQUEUE_EXIT_CODE} to go on in a new run"]
     after = f" after {passed_on.name} was passed on" if passed_on else ""
     lines = [f"rank {first.rank} on {first.host} failed first{after}: {describe(first.returncode)}"]
     record = first.record

@@ -276,12 +276,13 @@ class _Launch:
                 self._kill_all()
                 return
             self._stop_signal = number
+            grace_s = self._plan.term_grace_s if number == signal.SIGTERM else self._plan.grace_s
             if not reach:
                 self._note(
-                    f"{number.name}: passed on to the ranks, which have {self._plan.grace_s:g} s to end; "
-                    "a second one kills them"
+                    f"{number.name}: passed on to the ranks, which have {grace_s:g} s to end; a second one "
+                    "kills them"
                 )
-            deadline = time.monotonic() + self._plan.grace_s
+            deadline = time.monotonic() + grace_s
             if number == signal.SIGTERM:  # they have had theirs
                 self._kill_at = min(self._kill_at, deadline)
             else:

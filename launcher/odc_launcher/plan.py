@@ -52,6 +52,7 @@ class Request:
         show: which ranks appear on stdout: ``all``, ``rank0`` or ``none``.
         oversubscribe: allow far more ranks than cores.
         grace_s: seconds that ranks have to end by themselves.
+        term_grace_s: seconds that they have after TERM, where that is more: they save a checkpoint.
         signals: names of the signals that are passed on; INT and TERM always are.
         env: variables that every rank gets, byte for byte.
         env_expand: the same, with $NAME and ${NAME} replaced by what the rank inherits.
@@ -71,6 +72,7 @@ class Request:
     show: str = "all"
     oversubscribe: bool = False
     grace_s: float = DEFAULT_GRACE_S
+    term_grace_s: float = 0.0
     signals: tuple[str, ...] = DEFAULT_SIGNALS
     env: Mapping[str, str] = field(default_factory=dict)
     env_expand: Mapping[str, str] = field(default_factory=dict)
@@ -80,6 +82,10 @@ class Request:
     sharding: str = "auto"
     device: str = "auto"
     affinity: str = "auto"
+
+    def grace_after(self, number: signal.Signals) -> float:
+        """Seconds that ranks have to end by themselves after a signal."""
+        return max(self.grace_s, self.term_grace_s) if number == signal.SIGTERM else self.grace_s
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ class LaunchPlan:
         unset: names removed from the inherited environment.
         shown: ranks that appear on stdout.
         grace_s: seconds that ranks have to end by themselves.
+        term_grace_s: seconds that they have after TERM.
         signals: signals that are passed on.
         summary: one line that says what is started.
         warnings: what the user should know, one line each.
@@ -179,6 +186,7 @@ class LaunchPlan:
     unset: tuple[str, ...]
     shown: frozenset[int]
     grace_s: float
+    term_grace_s: float
     signals: tuple[signal.Signals, ...]
     summary: str
     warnings: tuple[str, ...]
@@ -305,6 +313,7 @@ def make_plan(
         unset=unset,
         shown=frozenset(shown),
         grace_s=request.grace_s,
+        term_grace_s=request.grace_after(signal.SIGTERM),
         signals=signals,
         summary=(
             f"{what} on {machine.host} (number from {here.source}), "

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from odcengine.errors import ConfigError
 from odcengine.hostlist import expand_counts, read_hostfile
+from odcengine.preemption import REQUEUE_EXIT_CODE
 from odcengine.topology import step_hosts
-
-REQUEUE_EXIT_CODE = 75
-"""A rank ends with it when it has saved its state and wants the job to run again (EX_TEMPFAIL)."""
 
 # What odc-launch derives itself: a second value beside its own would contradict it.
 _OWN_OPTIONS = {

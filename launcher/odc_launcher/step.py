@@ -101,6 +101,9 @@ def requeue(environ: Mapping[str, str], exit_code: int, max_restarts: int) -> No
     argv = slurm.requeue_argv(environ, exit_code, max_restarts)
     if argv is None:
         return
+    if _is_cancelled(argv[-1]):
+        _note(f"the ranks ended with {exit_code}, but the job was cancelled: it is not requeued")
+        return
     _note(f"the ranks ended with {exit_code}, to go on in a new run: {' '.join(argv)}")
     try:
         done = subprocess.run(argv, timeout=_COMMAND_TIMEOUT_S, check=False)
@@ -109,6 +112,15 @@ def requeue(environ: Mapping[str, str], exit_code: int, max_restarts: int) -> No
     else:
         if done.returncode:
             _note(f"the job is not requeued: scontrol ended with {done.returncode}")
+
+
+def _is_cancelled(job: str) -> bool:
+    """Whether somebody has cancelled the job; SLURM would run it again all the same."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        argv = ("scontrol", "show", "job", "--oneliner", job)
+        shown = subprocess.run(argv, timeout=_COMMAND_TIMEOUT_S, check=False, capture_output=True, text=True)
+        return "JobState=CANCELLED" in shown.stdout
+    return False
 
 
 def run(plan: JobPlan) -> int:
@@ -198,7 +210,7 @@ class _Watch:
                 self._term_at = 0.0
                 return
             self._stopping = True
-            grace_s = self._plan.request.grace_s
+            grace_s = self._plan.request.grace_after(number)
             _note(
                 f"{number.name}: passed on to the ranks, which have {grace_s:g} s to end; "
                 "a second one kills them"

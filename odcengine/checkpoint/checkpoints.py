@@ -149,6 +149,21 @@ class Checkpoints:
             if failed is not None:
                 raise CheckpointError(failed)
 
+    def save_last(self, step: int, client_state: dict[str, Any]) -> None:
+        """Save now, unless the save that goes on, or has just ended, is of this step; then the job ends.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        with self._phase(Phase.SAVING):
+            root = self._root(None)
+            failed = self.saver.settle()
+            if failed is not None and self._job.topology.rank == 0:
+                logger.error("%s", failed)
+            if failed is None and self.saver.last_path == root / directory.tag_of(step):
+                return
+        self.save(None, None, step, client_state, frozen=None, wait=True)
+
     def wait(self) -> None:
         """Wait until the save that goes on, if any, is complete.
 

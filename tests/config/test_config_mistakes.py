@@ -279,7 +279,7 @@ def test_lone_surrogates(tmp_path: Path) -> None:
         (OK + "zero_optimization: {overlap_com: true}", "did you mean overlap_comm?"),
         (OK + "zero_optimization: {stage: 2}", "stage 2 is not supported: parameters are always sharded"),
         (OK + "zero_optimization: {stage: true}", "got true; expected 3"),
-        (OK + "preemption: {}", "this section is not in this version"),
+        (OK + "preemption: {signals: [USR1]}", "give its directory in checkpoint.dir"),
         (OK + "monitor: {progress: on}", "got 'on'; expected one of auto, bar, lines, off"),
         (OK + "monitor: {peak_tflops: 0}", "expected a number > 0 or null"),
         (OK + "monitor: {timeline_every: 5}", "has no effect without monitor.timeline_dir"),

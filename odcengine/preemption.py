@@ -1,0 +1,104 @@
+"""Stopping before an allocation ends: a signal or the clock asks, all ranks stop together, with a checkpoint.
+
+A signal may reach one rank only, in the middle of a minibatch. It sets a flag; what a rank has been asked
+travels with the sums that ranks exchange at the end of every step anyway, so all of them know in the same
+step. They save one complete checkpoint and leave with the exit code that says "run me again".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+REQUEUE_EXIT_CODE = 75
+"""Exit code of a run that wants to go on in a new job (EX_TEMPFAIL of sysexits.h)."""
+
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class Preempted(SystemExit):
+    """Raised by ``engine.step()`` on all ranks when the job was asked to stop and its checkpoint is complete.
+
+    Uncaught it ends the process with exit code 75 and no traceback, as SystemExit does.
+
+    Args:
+        reason: what asked for it.
+        step: optimizer steps done.
+    """
+
+    def __init__(self, reason: str, step: int) -> None:
+        super().__init__(REQUEUE_EXIT_CODE)
+        self.reason = reason
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"stopped after {self.step} steps: {self.reason}"
+
+
+class StopRequests:
+    """What this rank has been asked.
+
+    Args:
+        signals: names without SIG; each is taken unless the script has a handler of its own for it, which
+            stays. A second one has its usual effect, at once.
+        max_time_s: seconds from now after which it is time to stop; None: no limit.
+    """
+
+    def __init__(self, signals: Sequence[str], max_time_s: float | None) -> None:
+        self.foreign: list[str] = []
+        self._ends_at = None if max_time_s is None else time.monotonic() + max_time_s
+        self._max_time_s = max_time_s
+        self._asked_by: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            self.foreign = list(signals)  # only the main thread may set handlers
+            return
+        for name in signals:
+            number = signal.Signals[f"SIG{name}"]
+            before = signal.getsignal(number)
+            if before in _DEFAULTS:
+                self._before[number] = before
+                signal.signal(number, self._handle)
+            elif before is not signal.SIG_IGN:
+                self.foreign.append(name)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self._asked_by is None:
+            self._asked_by = name
+            # Not by logging: the signal may have come in the middle of it.
+            os.write(
+                2,
+                f"odcengine: {name}: this step is finished and a checkpoint saved, then the job ends; "
+                "a second one ends it at once\n".encode(),
+            )
+            return
+        self.close()
+        os.kill(os.getpid(), number)
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank wants to stop; None: it does not."""
+        if self._asked_by is not None:
+            return self._asked_by
+        if self._ends_at is not None and time.monotonic() >= self._ends_at:
+            return f"preemption.max_time of {self._max_time_s:g} s has passed"
+        return None
+
+    def vote(self) -> float:
+        """1 where this rank wants to stop; summed over ranks at the end of a step."""
+        return float(self.reason is not None)
+
+    def close(self) -> None:
+        """Give the signals back."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, before)
+        self._before.clear()
