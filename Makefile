@@ -48,6 +48,7 @@ check: install
 
 soak: install
 	$(BIN)/odc selftest --soak
+	$(BIN)/python -m pytest -q -m "soak and not gpu and not multi_gpu" $(PYTEST_ARGS)
 
 dist: install
 	$(BIN)/python -m build --outdir dist .

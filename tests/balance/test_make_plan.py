@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odcengine.balance import EQUAL_COUNT_STRATEGIES, STRATEGIES, CostModel, Plan, make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
 
 LENGTHS = st.lists(st.integers(1, 64), max_size=40)
 
@@ -26,7 +32,7 @@ INPUTS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(**INPUTS)
 def test_every_sample_once_and_limits_hold(**inputs: Any) -> None:
     check_plan(**inputs)
@@ -85,6 +91,42 @@ def check_plan(
     assert Plan.from_json(plan.to_json()) == plan
     # Deterministic, with and without numpy: equal plans give equal text.
     assert plan_with(True).to_json() == plan_with(None).to_json() == plan.to_json()
+
+
+DIGEST = """
+import hashlib, numpy as np
+from odcengine.balance import STRATEGIES, CostModel, make_plan
+digest = hashlib.sha256()
+for seed in range(15):
+    dice = np.random.Generator(np.random.PCG64(seed))
+    for num_ranks in (3, 9, 130):
+        lengths = np.clip(dice.lognormal(6, 1.2, num_ranks * 5), 4, 4096).astype(int).tolist()
+        cost = CostModel(1 / 3, dice.uniform(1e-5, 1e-3), dice.uniform(0, 500))
+        for strategy in STRATEGIES:
+            speeds = dice.uniform(0.5, 1, num_ranks).tolist() if seed % 3 == 0 else None
+            plan = make_plan(
+                lengths, num_ranks=num_ranks, strategy=strategy, max_tokens=4096, cost=cost, speeds=speeds
+            )
+            digest.update(plan.to_json().encode())
+print(digest.hexdigest())
+"""
+
+
+def test_plans_are_the_same_on_other_machines() -> None:
+    """In other processes, of which some have no vector instructions, as on another CPU."""
+    dispatched = " ".join(np.show_config(mode="dicts")["SIMD Extensions"]["found"])
+    digests = []
+    for changes in ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2", "NPY_DISABLE_CPU_FEATURES": dispatched}):
+        done = subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **changes},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        digests.append(done.stdout)
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 32])
