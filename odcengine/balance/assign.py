@@ -75,13 +75,15 @@ def lower_bound(
     """
     if not falling:
         return 0.0
-    num_ranks = len(speeds)
-    crowded = [
-        math.fsum(falling[j * num_ranks - j : j * num_ranks + 1])
-        for j in range(1, (len(falling) - 1) // num_ranks + 1)
-    ]
+    num_ranks, fastest = len(speeds), max(speeds)
     total = math.fsum(falling) + per_micro_batch * num_micro_batches
-    return max(total / math.fsum(speeds), (max([falling[0], *crowded]) + per_micro_batch) / max(speeds))
+    bound = max(total / math.fsum(speeds), (falling[0] + per_micro_batch) / fastest)
+    for j in range(1, (len(falling) - 1) // num_ranks + 1):
+        first = j * num_ranks - j
+        if ((j + 1) * falling[first] + per_micro_batch) / fastest > bound:  # seldom: the sum may be longer
+            crowded = math.fsum(falling[first : first + j + 1])
+            bound = max(bound, (crowded + per_micro_batch) / fastest)
+    return bound
 
 
 def assign(

@@ -7,7 +7,7 @@ are integers, so that neither the order of additions nor the CPU can change a re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -166,8 +166,9 @@ class ListShares(Shares):
         rising = [-self._weights[sample] for sample in theirs] + [0]  # "nothing" is the last
         best_time, best_give, best_take = max(self._times[first], self._times[second]), 0, 0
         for give, gives in enumerate([self._weights[sample] for sample in mine] + [0]):
-            above = bisect_left(rising, -max(0, gives - surplus))
-            for take in (max(0, above - 1), above):
+            # The first that is lighter than the ideal, rounded up, and the one before it.
+            lighter = bisect_right(rising, -max(1, gives - surplus))
+            for take in (max(0, lighter - 1), lighter):
                 change = gives + rising[take]
                 time = max((first_load - change) * first_pace, (second_load + change) * second_pace)
                 if time < best_time:

@@ -161,9 +161,10 @@ class ArrayShares(Shares):
         rows = np.arange(num_pairs)
         heaviest = int(self._weights[0])
         offset = rows[:, None] * (heaviest + 2)
-        wanted = np.clip(mine - surplus[:, None], 0, heaviest + 1)
-        place = np.searchsorted((offset - theirs).ravel(), (offset - wanted).ravel()).reshape(mine.shape)
-        # The two neighbours of what is wanted, as places in the flattened rows.
+        wanted = np.clip(mine - surplus[:, None], 1, heaviest + 1)
+        # The first that is lighter than the ideal, rounded up, and the one before, in the flattened rows.
+        place = np.searchsorted((offset - theirs).ravel(), (offset - wanted).ravel(), side="right")
+        place = place.reshape(mine.shape)
         takes = np.stack([np.maximum(place - 1, rows[:, None] * width), place], axis=2)
         change = (mine[:, :, None] - theirs.ravel()[takes]).reshape(num_pairs, -1)
         if self._equal_paces:

@@ -138,6 +138,7 @@ def _evened(
     groups: list[Group] = [[] for _ in range(count)]
     num_tokens, loads = [0] * count, [0] * count
     max_tokens, max_samples = limits.most_tokens, limits.most_samples
+    shortest = min([limits.lengths[sample] for sample in samples])
     by_load = [(0, index) for index in range(count)]  # a heap
     for sample in samples:
         length = limits.lengths[sample]
@@ -154,7 +155,8 @@ def _evened(
         loads[index] += weights[sample]
         heapq.heapreplace(by_load, (loads[index], index))
         for entry in full:
-            heapq.heappush(by_load, entry)
+            if num_tokens[entry[1]] + shortest <= max_tokens:  # else it is full for good
+                heapq.heappush(by_load, entry)
     return groups, loads
 
 

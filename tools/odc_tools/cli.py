@@ -12,7 +12,7 @@ from odcengine.errors import ConfigError
 
 COMMANDS = {
     "advise": ("odc_tools.advise", "predict what balancing gains for given data, model and GPUs"),
-    "bench": ("odc_tools.bench", "measure communication and training against what torch has itself"),
+    "bench": ("odc_tools.bench", "measure communication and training against torch's own, and planning"),
     "export": ("odc_tools.export", "write a checkpoint's weights as transformers or peft store them"),
     "prepare": ("odc_tools.prepare", "turn text and conversations into tokens with loss masks"),
     "report": ("odc_tools.report", "draw pictures of what a run has written"),
