@@ -110,8 +110,8 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
             *choose(None, "signals", planning.DEFAULT_SIGNALS),
             *(preemption.signals if preemption is not None else ()),
         ),
-        env=_assignments(choose(None, "env", ())),
-        env_expand=_assignments(choose(None, "env_expand", ())),
+        env=assignments(choose(None, "env", ())),
+        env_expand=assignments(choose(None, "env_expand", ())),
         interface=choose(None, "interface", None),
         config_hash=file_hash(options.config),
         affinity=choose(None, "affinity", "auto"),
@@ -152,12 +152,14 @@ def _start_here(
         machine = dataclasses.replace(
             machine,
             run_name=job.run_name(os.environ, machine.run_name),
-            node=host.read_host(place.master_addr),
+            node=host.read_host(place.master_addr, with_gpus=request.device != "cpu"),
         )
         plan = planning.make_plan(request, os.environ, machine, place)
         plan = dataclasses.replace(plan, warnings=(*info.warnings, *plan.warnings))
     else:
-        machine = dataclasses.replace(_machine(os.environ), node=host.read_host("127.0.0.1"))
+        machine = dataclasses.replace(
+            _machine(os.environ), node=host.read_host("127.0.0.1", with_gpus=request.device != "cpu")
+        )
         plan = planning.make_plan(request, os.environ, machine)
     first = place is None or 0 in place.ranks
     for warning in plan.warnings if first else ():
@@ -401,7 +403,7 @@ def file_hash(path: str | None) -> str | None:
         return hashlib.sha256(file.read()).hexdigest()[:16]
 
 
-def _assignments(items: Sequence[str]) -> dict[str, str]:
+def assignments(items: Sequence[str]) -> dict[str, str]:
     pairs = (item.partition("=") for item in items)
     return {name: value for name, _, value in pairs}
 

@@ -65,14 +65,15 @@ class Host:
     cores: Cores
 
 
-def read_host(master_addr: str, root: Path = Path("/")) -> Host:
+def read_host(master_addr: str, root: Path = Path("/"), *, with_gpus: bool = True) -> Host:
     """Reads this host.
 
     Args:
         master_addr: the host of rank 0.
+        with_gpus: ask the driver for GPUs, which can take seconds; CPU ranks do not need them.
         root: where ``proc``, ``sys`` and ``dev`` are mounted.
     """
-    gpus = read_gpus(root)
+    gpus = read_gpus(root) if with_gpus else Gpus()
     return Host(
         interfaces=read_interfaces(root),
         route=find_route(master_addr),

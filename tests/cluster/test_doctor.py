@@ -57,6 +57,17 @@ def test_two_healthy_nodes(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+def test_one_node_of_an_allocation_is_looked_at_there(cluster: Cluster, tmp_path: Path) -> None:
+    """The shell of salloc may be on a login node."""
+    words = ["salloc", "--quiet", "--nodes=1", "--nodelist=n2", *cluster.launch("doctor", "--json")]
+    code, out, err = cluster.run(tmp_path, *words, timeout_s=150)
+    assert code == 0, out + err
+    report = json.loads(out)
+    assert [node["host"] for node in report["nodes"]] == ["n2"]
+    assert texts(report, "ok")["small job"][1].startswith("2 cpu ranks over shm pulled")
+
+
+@pytest.mark.timeout(180)
 def test_a_node_without_torch_is_named(cluster: Cluster, tmp_path: Path) -> None:
     path = broken(cluster, tmp_path, "True", "sys.modules['torch'] = None")
     code, report = examine(cluster, tmp_path, "--timeout-s", "24", PYTHONPATH=path)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from launch_helpers import Launcher, finish
 from odc_launcher.doctor import nodes as on_nodes
+from odc_launcher.doctor import probe
 from odc_launcher.doctor.checks import check_all
 from odc_launcher.doctor.command import render
 from odc_launcher.doctor.facts import NodeFacts, from_json, gather, to_json
@@ -356,6 +357,22 @@ def test_a_job_that_fails_names_the_first_failure(launcher: Launcher) -> None:
     assert "failed first" in out
     (folder,) = (launcher.folder / "logs").iterdir()
     assert "does not divide the 3 ranks" in (folder / "launcher.log").read_text()
+
+
+def test_a_library_that_ends_the_process_is_named(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = launcher.folder / "site" / "nvshmem"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "core.py").write_text("import os\nos.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{launcher.env['PYTHONPATH']}")
+    found = probe.run(0, 1, "127.0.0.1", 1, 60.0)
+    assert found["torch"]
+    assert "ended the process, exit code -6" in found["imports"]["nvshmem.core"]
+    facts = node(probe=found | {"gpus": ["H200", "H200"], "cuda": "12.8", "torch": "2.11.0"})
+    context = Context(Job(transport="nvshmem"))
+    assert [(f.level, f.check) for f in wrong(facts, context=context)] == [(ERROR, "nvshmem")]
 
 
 def test_outside_of_an_allocation(launcher: Launcher) -> None:

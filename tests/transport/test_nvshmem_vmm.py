@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from distributed import run_ranks, values
 
@@ -133,3 +134,30 @@ def test_no_wheel_is_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert compare_with_wheel("3.4.5", None) is None
+
+
+def _real(rank: int, world_size: int) -> tuple[str | None, str | None, int]:
+    from odcengine.transport._nvshmem_start import allocate_symmetric, start_nvshmem
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo")
+    os.environ.pop(VMM_VARIABLE, None)
+    env = dict(os.environ)
+    told = choose_vmm(rank, world_size, rank, dist.group.WORLD, environ=env)
+    device = torch.device("cuda", rank)
+    # Tries again by itself, and then starts with what it found.
+    library = start_nvshmem(rank, world_size, device, 64 << 20, dist.group.WORLD)
+    memory = allocate_symmetric(library, 1 << 20, device)
+    memory.fill_(rank + 1)
+    assert os.environ.get(VMM_VARIABLE) == env.get(VMM_VARIABLE)
+    return told, env.get(VMM_VARIABLE), int(memory.sum())
+
+
+@pytest.mark.multi_gpu
+def test_the_real_library_starts_with_what_the_trial_finds() -> None:
+    found = values(run_ranks(_real, 2, timeout_s=240, gpus=True))
+    for rank, (told, value, total) in enumerate(found):
+        assert told is not None
+        assert "with and without" not in told, told
+        assert value == ("1" if "is set now" in told else None)
+        assert total == (rank + 1) << 20

@@ -20,7 +20,7 @@ from odc_launcher.doctor import probe
 from odc_launcher.doctor.checks import check_all
 from odc_launcher.doctor.facts import NodeFacts
 from odc_launcher.doctor.finding import ERROR, LEVELS, OK, WARNING, Context, Finding
-from odc_launcher.doctor.nodes import ask_nodes, be_a_node, job_of_config, run_command, unordered
+from odc_launcher.doctor.nodes import ask_nodes, be_a_node, environ_of, job_of_config, run_command, unordered
 from odc_launcher.job import Wish, choose_mode, hosts_for_mpi
 from odcengine.errors import ConfigError
 
@@ -141,13 +141,13 @@ def _examine(options: argparse.Namespace) -> tuple[list[NodeFacts], list[Finding
         cli.communication(config).get("device", "auto"),
         has_config=config is not None,
     )
-    if several:
+    if hosts:  # a shell of salloc's may be on a login node
         nodes, findings = ask_nodes(
             mode, wish, hosts, config_path=options.config, folder=folder, timeout_s=options.timeout_s
         )
     else:
         config_hash = None if options.config is None else cli.file_hash(options.config)
-        found = gathering.gather(os.environ, context.job, config_hash=config_hash)
+        found = gathering.gather(environ_of(config), context.job, config_hash=config_hash)
         found.probe = probe.run(0, 1, "127.0.0.1", 1, options.timeout_s)
         nodes = [found]
     findings = [*check_all(nodes, context), *findings]

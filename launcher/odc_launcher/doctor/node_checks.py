@@ -51,7 +51,8 @@ def _driver(node: NodeFacts, context: Context) -> Findings:
     probe, gpus = node.probe, node.gpus
     wanted = context.device == "cuda"
     if node.gpus_unknown is not None:
-        yield Finding(ERROR, "gpus", node.gpus_unknown, "see whether `nvidia-smi` works on this node")
+        level = WARNING if context.device == "cpu" else ERROR
+        yield Finding(level, "gpus", node.gpus_unknown, "see whether `nvidia-smi` works on this node")
         return
     if not gpus:
         hidden = "CUDA_VISIBLE_DEVICES" in node.env and bool(node.versions.get("driver"))
@@ -98,7 +99,7 @@ def _driver(node: NodeFacts, context: Context) -> Findings:
             f"torch is built for CUDA {probe['cuda']}, the driver supports up to {newest}",
             "update the driver, or install torch for an older CUDA",
         )
-    elif len(probe["gpus"]) != len(gpus):
+    elif len(probe["gpus"]) != len(gpus) and not any(gpu["mig"] for gpu in gpus):
         yield Finding(
             ERROR,
             "gpus",

@@ -39,12 +39,17 @@ def be_a_node(
     config_path: str | None, num_nodes: int, address: str, port: int, token: str, timeout_s: float
 ) -> int:
     """One task of the step that runs on every node: prints its facts."""
-    job, config_hash = Job(several_nodes=num_nodes > 1), None
+    config, config_hash = None, None
     if config_path is not None:
         with contextlib.suppress(ConfigError, OSError):
-            job = job_of_config(cli.load(config_path), several_nodes=num_nodes > 1)
-            config_hash = cli.file_hash(config_path)
-    found = gathering.gather(os.environ, job, master_addr=address, config_hash=config_hash, token=token)
+            config, config_hash = cli.load(config_path), cli.file_hash(config_path)
+    found = gathering.gather(
+        environ_of(config),
+        job_of_config(config, several_nodes=num_nodes > 1),
+        master_addr=address,
+        config_hash=config_hash,
+        token=token,
+    )
     index = outer_rank(os.environ).rank
     found.probe = probe.run(index, num_nodes, address, port, timeout_s)
     sys.stdout.write(encode(index, gathering.to_json(found)))
@@ -158,6 +163,11 @@ def job_of_config(config: Config | None, *, several_nodes: bool) -> Job:
     if config is None:
         return Job(several_nodes=several_nodes)
     return Job(config.odc.transport, config.odc.sharding, several_nodes, config.launch.interface)
+
+
+def environ_of(config: Config | None) -> dict[str, str]:
+    """What ranks would inherit, ``launch.env`` included."""
+    return {**os.environ, **cli.assignments(() if config is None else config.launch.env)}
 
 
 def unordered(environ: Mapping[str, str]) -> dict[str, str]:

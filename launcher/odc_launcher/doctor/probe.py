@@ -1,7 +1,7 @@
 """The part of the doctor that needs torch: ``python -m odc_launcher.doctor.probe NODE NODES ADDRESS PORT S``.
 
 It imports torch, looks at what torch sees, and meets the probes of the other nodes through a store as
-training does. It prints one JSON object.
+training does. It prints JSON objects; the last one counts.
 """
 
 from __future__ import annotations
@@ -42,22 +42,29 @@ def run(node: int, num_nodes: int, address: str, port: int, timeout_s: float) ->
         return {"error": f"importing torch and meeting the other nodes took more than {timeout_s:g} s"}
     except OSError as error:
         return {"error": f"{sys.executable} cannot be started: {error}"}
-    for line in done.stdout.splitlines():
-        if line.startswith(_MARK):
-            found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-            return found
     last = (done.stderr.strip() or "no message").splitlines()[-1]
-    return {"error": f"exit code {done.returncode}: {last}"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not lines:
+        return {"error": f"exit code {done.returncode}: {last}"}
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK))
+    trying = found.pop("trying", None)
+    if trying is not None:
+        found["imports"][trying] = f"it ended the process, exit code {done.returncode}: {last}"
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what was found."""
+    """Prints what was found, also before each import that may end the process."""
     node, num_nodes, address, port = int(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])
     found = _see()
     if num_nodes > 1:
         found["store"] = _meet(node, num_nodes, address, port, float(arguments[4]))
-    print(_MARK + json.dumps(found), flush=True)
+    _tell(found)
     return 0
+
+
+def _tell(found: dict[str, Any]) -> None:
+    print(_MARK + json.dumps(found), flush=True)
 
 
 def _see() -> dict[str, Any]:
@@ -83,6 +90,7 @@ def _see() -> dict[str, Any]:
         with contextlib.suppress(RuntimeError, AttributeError):
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     for name in ("triton", "nvshmem.core", "mpi4py"):
+        _tell({**found, "trying": name})
         found["imports"][name] = _import(name)
     if found["imports"]["nvshmem.core"] == "ok":
         found["nvshmem"] = _nvshmem(torch.version.cuda)
