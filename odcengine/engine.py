@@ -556,6 +556,11 @@ class OdcEngine:
         self._require_between("wait_for_checkpoint")
         self._checkpoints.wait()
 
+    @property
+    def checkpoint_wait_s(self) -> float:
+        """Seconds in which this rank's training has waited for saves so far, copying included."""
+        return self._checkpoints.saver.blocked_s
+
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str] | None = None,

@@ -88,6 +88,12 @@ def write_part(
         Cancelled: all ranks have given up.
     """
     ready()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder.parent} is not the directory that rank 0 writes to; the directory of checkpoints has "
+            "to be "
+            "on a file system that all hosts share, under the same path"
+        )
     records = write_chunks(folder / file_of(rank), chunks, task.check)
     data = dump_json({"rank": rank, "tensors": records, "random": random})
     directory.write_file(folder / record_of(rank), data)
