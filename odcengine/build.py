@@ -142,7 +142,7 @@ def initialize(
                 _try_out(engine, loader)
                 if settings.model.compile:
                     _compile(model, blocks)
-            engine.resume()
+            engine._resume()
     except BaseException:
         control.close()  # the others have been told; a notebook may try again
         raise

@@ -12,13 +12,11 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -29,10 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from odcengine._garbage import QuietGarbage
+from odcengine.checkpoint.calls import CheckpointCalls
 from odcengine.checkpoint.checkpoints import Checkpoints
-from odcengine.checkpoint.export import DTYPES
-from odcengine.checkpoint.loader import Loaded
-from odcengine.checkpoint.state import Parts, Trained
+from odcengine.checkpoint.state import Trained
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.data import MicroBatch, MinibatchLoader
@@ -40,7 +37,6 @@ from odcengine.device import Mark
 from odcengine.errors import CheckpointError, OdcError, UsageError
 from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics, whole_or_none
-from odcengine.models.safetensors_files import parse_size
 from odcengine.monitor import Monitor
 from odcengine.preemption import Preempted, StopRequests
 from odcengine.sharding.base import Blocked, Changed, Sharding
@@ -55,7 +51,7 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
-class OdcEngine:
+class OdcEngine(CheckpointCalls):
     """A sharded model with its optimizer; made by ``odcengine.initialize``.
 
     ``engine(micro_batch)`` and ``engine.backward(loss)`` any number of times, also never, then
@@ -508,154 +504,6 @@ class OdcEngine:
             barrier(Meeting.PUBLISH, self.global_steps)
             self._sharding.publish(Changed.ALL)
 
-    # -- checkpoints -----------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str] | None = None,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        *,
-        exclude_frozen_parameters: bool | None = None,
-        wait: bool = True,
-    ) -> bool:
-        """Save a checkpoint between two minibatches. Collective, with the same arguments on every rank.
-
-        Args:
-            save_dir: the directory of checkpoints; the configuration's ``checkpoint.dir`` by default.
-            tag: the checkpoint's name; ``step_N`` by default.
-            client_state: what the script wants to find again, beside :attr:`client_state`; plain values,
-                rank 0's are saved.
-            exclude_frozen_parameters: leave out what is not trained; by the configuration if None.
-            wait: return when it is complete; else it is written while training goes on, and a failure is
-                reported later.
-
-        Returns:
-            True, as DeepSpeed does.
-
-        Raises:
-            CheckpointError: it failed, on some rank or other; raised on all.
-        """
-        self._require_between("save_checkpoint")
-        self._checkpoints.save(
-            None if save_dir is None else os.fspath(save_dir),
-            tag,
-            self.global_steps,
-            {**self.client_state, **(client_state or {})},
-            frozen=None if exclude_frozen_parameters is None else not exclude_frozen_parameters,
-            wait=wait,
-        )
-        return True
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written, if any, is complete. Collective.
-
-        Raises:
-            CheckpointError: it failed; raised on all ranks.
-        """
-        self._require_between("wait_for_checkpoint")
-        self._checkpoints.wait()
-
-    @property
-    def checkpoint_wait_s(self) -> float:
-        """Seconds in which this rank's training has waited for saves so far, copying included."""
-        return self._checkpoints.saver.blocked_s
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str] | None = None,
-        tag: str | None = None,
-        *,
-        load_module_only: bool = False,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_data_position: bool = True,
-        load_random_states: bool = True,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint between two minibatches, saved by any number of ranks. Collective.
-
-        Args:
-            load_dir: a directory of checkpoints, or a checkpoint; ``checkpoint.dir`` by default.
-            tag: the checkpoint's name; by default the one that ``latest`` names, or the newest complete one.
-            load_module_only: the weights only; counters stay, too.
-            load_optimizer_states: with the optimizer's state.
-            load_lr_scheduler_states: with the schedule's.
-            load_data_position: with the loader's position and learned costs.
-            load_random_states: with the random generators' states.
-
-        Returns:
-            Its path and its client state; None and an empty one where the directory has no checkpoint.
-
-        Raises:
-            CheckpointError: it is damaged or does not fit; raised on all ranks, and nothing has changed.
-        """
-        self._require_between("load_checkpoint")
-        everything = Parts(
-            load_optimizer_states, load_lr_scheduler_states, load_data_position, load_random_states
-        )
-        parts = Parts(False, False, False, False) if load_module_only else everything
-        folder = None if load_dir is None else os.fspath(load_dir)
-        return self._continue_from(self._checkpoints.load(folder, tag, parts), counters=not load_module_only)
-
-    def _continue_from(self, loaded: Loaded | None, *, counters: bool) -> tuple[str | None, dict[str, Any]]:
-        """Let all ranks use what was loaded."""
-        if loaded is None:
-            return None, {}
-        if counters:
-            self.global_steps, self.client_state = loaded.step, dict(loaded.client_state)
-        self.publish()
-        self._start_minibatch()
-        self._control.enter(Phase.BETWEEN, step=self.global_steps, micro_batch=0)
-        return str(loaded.path), loaded.client_state
-
-    def resume(self) -> str | None:
-        """Go on as the configuration's ``checkpoint.resume`` says; ``odcengine.initialize`` has done so.
-
-        Returns:
-            The checkpoint's path, or None where there is none.
-        """
-        path, _ = self._continue_from(self._checkpoints.resume(), counters=True)
-        return path
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        *,
-        dtype: str | None = None,
-        max_shard_size: str = "5GB",
-        tokenizer: str | os.PathLike[str] | None = None,
-    ) -> None:
-        """Write the weights as transformers does, or of an adapter as peft does. Collective.
-
-        Every rank writes its own part into the files; none holds the model.
-
-        Args:
-            save_directory: a new directory, on a file system that all ranks share.
-            dtype: of the weights: float32, bfloat16, float16 or float64; by default bfloat16 where the model
-                is computed in it (``bf16``), else as they are trained.
-            max_shard_size: largest size of a file.
-            tokenizer: directory with the tokenizer's files; by default the one the model was loaded from.
-
-        Raises:
-            CheckpointError: it failed, on some rank or other; raised on all.
-        """
-        self._require_between("save_pretrained")
-        if dtype not in (None, *DTYPES):
-            raise UsageError(f"save_pretrained: dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
-        self._checkpoints.save_pretrained(
-            Path(save_directory).expanduser(),
-            dtype=dtype,
-            max_bytes=parse_size(max_shard_size),
-            tokenizer=None if tokenizer is None else Path(tokenizer),
-            step=self.global_steps,
-        )
-
-    def _require_between(self, call: str) -> None:
-        self._require_open()
-        if self._micro_batches:
-            raise UsageError(f"{call}: call it between minibatches, after step() and before a backward")
-        self._sharding.reshard()  # an evaluation may have left full parameters
-
     # -- the end ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -671,10 +519,23 @@ class OdcEngine:
         if not self._closed:
             self._close(Meeting.CLOSE)
 
+    def _go_on_at(self, step: int) -> None:
+        """Another state was loaded: let all ranks use it, from ``step`` on."""
+        self.global_steps = step
+        self.publish()
+        self._start_minibatch()
+        self._control.enter(Phase.BETWEEN, step=step, micro_batch=0)
+
+    def _require_between(self, call: str) -> None:
+        self._require_open()
+        if self._micro_batches:
+            raise UsageError(f"{call}: call it between minibatches, after step() and before a backward")
+        self._sharding.reshard()  # an evaluation may have left full parameters
+
     def _close(self, meeting: Meeting) -> None:
         self._leave()
         try:
-            unsaved = self._checkpoints.close()
+            unsaved = self._checkpoints.close(meeting)
             with self._control.phase(Phase.CLOSING):
                 self._sharding.close()
                 if self.transport is None:
