@@ -57,6 +57,8 @@ class Meeting(enum.IntEnum):
     LOCKSTEP_GATHER = 5
     LOCKSTEP_PUSH = 6
     EXIT = 7
+    SAVE = 8
+    LOAD = 9
 
     def explain(self, number: int) -> str:
         """Words for messages: ``the end of step 3``."""
@@ -69,6 +71,8 @@ _MEETING_LABELS = {
     Meeting.PUBLISH: "publish() before step {}",
     Meeting.CLOSE: "close()",
     Meeting.EXIT: "the end of its script, without close()",
+    Meeting.SAVE: "a save between steps, before step {}",
+    Meeting.LOAD: "load_checkpoint() before step {}",
     Meeting.LOCKSTEP_GATHER: "the lock-step gather of module group {}",
     Meeting.LOCKSTEP_PUSH: "the lock-step push of module group {}",
 }

@@ -74,7 +74,7 @@ class CheckpointCalls(abc.ABC):
             CheckpointError: it failed; raised on all ranks.
         """
         self._require_between("wait_for_checkpoint")
-        self._checkpoints.wait()
+        self._checkpoints.wait(self.global_steps)
 
     @property
     def checkpoint_wait_s(self) -> float:
@@ -115,7 +115,8 @@ class CheckpointCalls(abc.ABC):
         )
         parts = Parts(False, False, False, False) if load_module_only else everything
         folder = None if load_dir is None else os.fspath(load_dir)
-        return self._continue_from(self._checkpoints.load(folder, tag, parts), counters=not load_module_only)
+        loaded = self._checkpoints.load(folder, tag, parts, self.global_steps)
+        return self._continue_from(loaded, counters=not load_module_only)
 
     def _continue_from(self, loaded: Loaded | None, *, counters: bool) -> tuple[str | None, dict[str, Any]]:
         if loaded is None:

@@ -23,7 +23,7 @@ from odcengine.checkpoint.saver import Saver
 from odcengine.checkpoint.state import MODEL, Parts, Trained, model_tensors
 from odcengine.checkpoint.tensors import chunks_of
 from odcengine.config import Config
-from odcengine.control import Phase
+from odcengine.control import Meeting, Phase
 from odcengine.errors import CheckpointError, UsageError
 from odcengine.start import Job
 
@@ -47,13 +47,26 @@ class Checkpoints:
         self._job = job
         self._config = config
         self._options = config.checkpoint
-        self.saver = Saver(trained, job, config, lambda: {LAYOUT: self.layout.to_json()})
+        self.saver = Saver(trained, job, config, self._describe)
 
     @functools.cached_property
     def layout(self) -> Layout:
         """How transformers or peft store the model."""
         dtype = "bfloat16" if self._config.bf16.enabled else None
-        return layout_of(self._trained.model, source=self._config.model.path, dtype=dtype)
+        try:
+            return layout_of(self._trained.model, source=self._config.model.path, dtype=dtype)
+        except Exception as error:  # transformers and peft have no class for what they cannot do
+            raise CheckpointError(
+                f"how {type(self._trained.model).__name__} is stored cannot be told: {error}"
+            ) from error
+
+    def _describe(self) -> dict[str, bytes]:
+        """What a checkpoint holds for ``odc export``."""
+        try:
+            return {LAYOUT: self.layout.to_json()}
+        except CheckpointError as error:
+            logger.warning("checkpoints: odc export will not be able to read them: %s", error)
+            return {}
 
     @contextlib.contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
@@ -135,6 +148,7 @@ class Checkpoints:
     ) -> None:
         """Save now; see ``OdcEngine.save_checkpoint``."""
         with self._phase(Phase.SAVING):
+            self._job.control.barrier(Meeting.SAVE, step)
             failed = self.saver.begin(
                 self._root(folder),
                 tag,
@@ -164,13 +178,14 @@ class Checkpoints:
                 return
         self.save(None, None, step, client_state, frozen=None, wait=True)
 
-    def wait(self) -> None:
+    def wait(self, step: int) -> None:
         """Wait until the save that goes on, if any, is complete.
 
         Raises:
             CheckpointError: it failed.
         """
         with self._phase(Phase.SAVING):
+            self._job.control.barrier(Meeting.SAVE, step)
             failed = self.saver.settle()
             if failed is not None:
                 raise CheckpointError(failed)
@@ -183,10 +198,11 @@ class Checkpoints:
 
     # -- loading ---------------------------------------------------------------------------------------
 
-    def load(self, folder: str | None, tag: str | None, parts: Parts) -> Loaded | None:
+    def load(self, folder: str | None, tag: str | None, parts: Parts, step: int) -> Loaded | None:
         """Load; see ``OdcEngine.load_checkpoint``. None where the directory has no checkpoint."""
         root = self._root(folder)
         with self._phase(Phase.LOADING):
+            self._job.control.barrier(Meeting.LOAD, step)
             failed = self.saver.settle()
             if failed is not None and self._job.topology.rank == 0:
                 logger.error("%s", failed)
@@ -241,6 +257,7 @@ class Checkpoints:
     ) -> None:
         """Write the weights as transformers or peft store them; see ``OdcEngine.save_pretrained``."""
         with self._phase(Phase.SAVING):
+            self._job.control.barrier(Meeting.SAVE, step)
             if self.layout.convert:
                 self._export_by_checkpoint(out, dtype, max_bytes, tokenizer, step)
             else:
@@ -341,9 +358,15 @@ class Checkpoints:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def close(self) -> str | None:
-        """Finish the save that goes on, let go of directories; returns why the save failed, if it did."""
+    def close(self, meeting: Meeting) -> str | None:
+        """Finish the save that goes on, let go of directories; returns why the save failed, if it did.
+
+        Args:
+            meeting: where ranks close; who is elsewhere is named before anything is waited for.
+        """
         with self._job.control.phase(Phase.SAVING):
+            if self.saver.busy:
+                self._job.control.barrier(meeting)
             return self.saver.close()
 
     def abandon(self) -> None:

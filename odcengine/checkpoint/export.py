@@ -139,6 +139,11 @@ def read_layout(source: Source) -> Layout:
     Raises:
         CheckpointError: it is damaged.
     """
+    if LAYOUT not in source.mark.files:
+        raise CheckpointError(
+            f"{source.folder} does not say how its model is stored (see the log of the run); use "
+            "torch.distributed.checkpoint.format_utils to take its tensors out"
+        )
     values = load_json(read_listed(source.folder, source.mark, LAYOUT), str(source.folder / LAYOUT))
     try:
         layout = Layout(**values)

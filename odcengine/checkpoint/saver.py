@@ -47,6 +47,7 @@ from odcengine.start import Job
 logger = logging.getLogger(__name__)
 
 _SPARE = 1.02  # of the tensors' bytes: metadata, records
+_CANCELLED_S = 20.0
 
 
 @dataclass
@@ -63,6 +64,7 @@ class _Save:
     quiet: bool  # a failure is reported, but raised nowhere
     blocked_s: float = 0.0
     publishing: Task | None = None
+    reason: str = ""  # why it failed on this rank
 
 
 class Saver:
@@ -136,8 +138,7 @@ class Saver:
         random: Any = None
         try:
             directory.check_tag(tag)
-            if self._last_part is not None and not self._last_part.done:
-                raise CheckpointError("it still writes a save that was given up")
+            self._await_cancelled()
             tensors, state = self._collect(step, client_state, frozen, optimizer)
             random = random_state(self._job.device.torch_device)
             chunks = chunks_of(tensors, self._rank)
@@ -277,7 +278,7 @@ class Saver:
         save = self._save
         if save is None:
             return [0.0, 0.0, 0.0]
-        failed = self._own_failure(save) is not None
+        failed = self._has_failed(save)
         published = save.publishing is not None and save.publishing.done and not failed
         return [float(save.part.done and not failed), float(failed), float(published)]
 
@@ -343,23 +344,36 @@ class Saver:
 
         self._control.wait_until(ready, f"writing checkpoint {save.tag}", lambda: ())
 
-    def _own_failure(self, save: _Save) -> str | None:
+    def _await_cancelled(self) -> None:
+        """The part of a save that was given up ends at its next write, unless the file system hangs."""
+        part, deadline = self._last_part, time.monotonic() + _CANCELLED_S
+
+        def ready() -> bool:
+            self._control.beat()
+            return part is None or part.done or time.monotonic() > deadline
+
+        self._control.wait_until(ready, "the end of a save that was given up", lambda: ())
+        if part is not None and not part.done:
+            raise CheckpointError("a save that was given up still hangs in the file system")
+
+    def _has_failed(self, save: _Save) -> bool:
+        """Whether this rank's part of the save has failed; notes why."""
         late = time.monotonic() > save.deadline
         for task in (save.part, save.publishing):
-            if task is None:
+            if task is None or save.reason:
                 continue
             if task.done and task.error is not None:
-                return reason_of(task.error)
-            if late and not task.done:
-                return f"not written within {self._options.deadline_s:g} s (checkpoint.deadline_s)"
-        return None
+                save.reason = reason_of(task.error)
+            elif late and not task.done:
+                save.reason = f"not written within {self._options.deadline_s:g} s (checkpoint.deadline_s)"
+        return bool(save.reason)
 
     def _give_up(self, save: _Save) -> str:
         save.part.cancel()
         if save.publishing is not None:
             save.publishing.cancel()
         self._save = None
-        reasons = self._gather(self._own_failure(save) or "")
+        reasons = self._gather(save.reason)
         told = [f"{self._name(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason]
         if self._rank == 0:
             Task(lambda _: directory.remove(save.folder), "odc-remove")
