@@ -35,6 +35,7 @@ class Launcher:
         self.logs = folder / "logs"
         self.script = folder / "script.py"
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
+        self.env["CUDA_VISIBLE_DEVICES"] = ""  # the same on a machine with GPUs
         self.env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
         self.started: list[subprocess.Popen[bytes]] = []
 

@@ -322,7 +322,6 @@ def test_report() -> None:
 
 @pytest.mark.timeout(180)
 def test_this_machine(launcher: Launcher) -> None:
-    launcher.env["CUDA_VISIBLE_DEVICES"] = ""
     code, out, err = finish(launcher.start("doctor", "--json"), 150)
     report = json.loads(out)
     assert code == 0, out + err
@@ -336,7 +335,6 @@ def test_this_machine(launcher: Launcher) -> None:
 @pytest.mark.timeout(180)
 def test_errors_give_exit_code_1(launcher: Launcher) -> None:
     (launcher.folder / "c.yaml").write_text("train_batch_size: 8\nodc: {transport: cuda_p2p}\n")
-    launcher.env["CUDA_VISIBLE_DEVICES"] = ""
     launcher.env["GLOO_SOCKET_IFNAME"] = "no_such0"
     code, out, _ = finish(launcher.start("doctor", "--config", "c.yaml"), 150)
     assert code == 1
@@ -350,7 +348,6 @@ def test_errors_give_exit_code_1(launcher: Launcher) -> None:
 def test_a_job_that_fails_names_the_first_failure(launcher: Launcher) -> None:
     (launcher.folder / "c.yaml").write_text("train_batch_size: 8\nodc: {sharding: hybrid, node_size: 2}\n")
     words = ["doctor", "--config", "c.yaml", "--nproc-per-node", "3", "--log-dir", "logs"]
-    launcher.env["CUDA_VISIBLE_DEVICES"] = ""
     code, out, _ = finish(launcher.start(*words), 150)
     assert code == 1
     assert "error    small job" in out
@@ -394,6 +391,7 @@ def test_outside_of_an_allocation(launcher: Launcher) -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("transport", ["cuda_p2p", "nvshmem"])
 def test_gpus_of_this_machine(launcher: Launcher, transport: str) -> None:
+    del launcher.env["CUDA_VISIBLE_DEVICES"]
     (launcher.folder / "c.yaml").write_text(f"train_batch_size: 8\nodc: {{transport: {transport}}}\n")
     code, out, err = finish(launcher.start("doctor", "--config", "c.yaml"), 300)
     assert code == 0, out + err
