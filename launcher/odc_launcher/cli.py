@@ -144,6 +144,7 @@ def _start_here(
     from odc_launcher import plan as planning
 
     place = None
+    with_gpus = request.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     if adopt:
         info = job.outer_rank(os.environ)
         place = job.adopted_place(request, info, os.environ, above=options.reported_above)
@@ -152,14 +153,13 @@ def _start_here(
         machine = dataclasses.replace(
             machine,
             run_name=job.run_name(os.environ, machine.run_name),
-            node=host.read_host(place.master_addr, with_gpus=request.device != "cpu"),
+            node=host.read_host(place.master_addr, with_gpus=with_gpus),
         )
         plan = planning.make_plan(request, os.environ, machine, place)
         plan = dataclasses.replace(plan, warnings=(*info.warnings, *plan.warnings))
     else:
-        machine = dataclasses.replace(
-            _machine(os.environ), node=host.read_host("127.0.0.1", with_gpus=request.device != "cpu")
-        )
+        node = host.read_host("127.0.0.1", with_gpus=with_gpus)
+        machine = dataclasses.replace(_machine(os.environ), node=node)
         plan = planning.make_plan(request, os.environ, machine)
     first = place is None or 0 in place.ranks
     for warning in plan.warnings if first else ():

@@ -30,6 +30,7 @@ _ROWS = (
     ("exchange", "received from other nodes, at a step's end"),
     ("gathered", "gathered blocks and their gradients, at most"),
     ("total", "in all, without activations"),
+    ("heap", "NVSHMEM's heap, which holds the windows"),
 )
 
 
@@ -72,8 +73,8 @@ def describe_memory(
         hybrid = plan_memory(groups, world_size, levels, training)
     taken = "hybrid" if hybrid is not None and config.odc.sharding != "full" else "full"
     chosen = hybrid if hybrid is not None and taken == "hybrid" else full
-    heap = None
-    if config.odc.transport == "nvshmem":
+    nvshmem, heap = config.odc.transport == "nvshmem", None
+    if nvshmem:
         size, reason = plan_heap(chosen.heap_needed, environ)
         heap = {"bytes": size, "needed": chosen.heap_needed, "reason": reason}
     return {
@@ -82,8 +83,8 @@ def describe_memory(
         "nodes": levels,
         "optimizer": training.optimizer,
         "taken": taken,
-        "full": _as_dict(full),
-        "hybrid": None if hybrid is None else _as_dict(hybrid),
+        "full": _as_dict(full, nvshmem=nvshmem),
+        "hybrid": None if hybrid is None else _as_dict(hybrid, nvshmem=nvshmem),
         "heap": heap,
         "device_bytes": device_bytes,
     }
@@ -129,7 +130,7 @@ def render_memory(data: Mapping[str, Any]) -> list[str]:
         f"  {'':<46}{''.join(f'{name:>12}' for name in columns)}",
     ]
     for key, what in _ROWS:
-        values = [data[name][key] for name in columns]
+        values = [data[name].get(key, 0) for name in columns]
         if any(values):
             lines.append(f"  {what:<46}" + "".join(f"{_gib(value):>12}" for value in values))
     if data["hybrid"] is not None:
@@ -137,7 +138,7 @@ def render_memory(data: Mapping[str, Any]) -> list[str]:
         lines.append(f"  hybrid takes {_gib(more)} more a rank; within a minibatch nothing crosses nodes")
     heap = data["heap"]
     if heap is not None:
-        lines.append(f"  NVSHMEM's heap: {_gib(heap['bytes'])} ({heap['reason']})")
+        lines.append(f"  heap that is set: {_gib(heap['bytes'])} ({heap['reason']})")
     return lines
 
 
@@ -158,8 +159,10 @@ def memory_warnings(data: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _as_dict(memory: ModelMemory) -> dict[str, int]:
-    return {**dataclasses.asdict(memory), "total": memory.total}
+def _as_dict(memory: ModelMemory, *, nvshmem: bool) -> dict[str, int]:
+    data = {**dataclasses.asdict(memory), "total": memory.total}
+    needed = data.pop("heap_needed")
+    return {**data, "heap": plan_heap(needed, {})[0]} if nvshmem else data
 
 
 def _training(config: Config, world_size: int) -> Training:
