@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from odcengine._version import __version__
 
 if TYPE_CHECKING:
+    from odcengine._attach import attach, boundary
     from odcengine.build import initialize
     from odcengine.config import Config, load_config
     from odcengine.engine import OdcEngine
@@ -22,10 +23,21 @@ _LAZY = {
     "load_config": "odcengine.config",
     "OdcEngine": "odcengine.engine",
     "Preempted": "odcengine.preemption",
+    "attach": "odcengine._attach",
+    "boundary": "odcengine._attach",
     "initialize": "odcengine.build",
 }
 
-__all__ = ["Config", "OdcEngine", "Preempted", "__version__", "initialize", "load_config"]
+__all__ = [
+    "Config",
+    "OdcEngine",
+    "Preempted",
+    "__version__",
+    "attach",
+    "boundary",
+    "initialize",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

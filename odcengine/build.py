@@ -41,12 +41,9 @@ from odcengine.sharding.collective import CollectiveSharding
 from odcengine.sharding.layout import ParamGroup, find_groups
 from odcengine.sharding.on_demand import OnDemandSharding, plan_windows
 from odcengine.sharding.wrap import block_modules, check_model, shard_model
-from odcengine.start import Job, equalize_weights, join
+from odcengine.start import Job, equalize_weights, join, make_transport
 from odcengine.topology import read_rank_info
 from odcengine.transport.base import Grid, Transport
-from odcengine.transport.heap import heap_needed
-from odcengine.transport.mpi import MpiTransport
-from odcengine.transport.shm import ShmTransport
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +309,7 @@ def _shard(
     groups = find_groups(model, param_dtype)
     if collective:
         return CollectiveSharding(model, groups, job.control), None, parameters
-    transport = _make_transport(job, config, groups)
+    transport = make_transport(job, config, plan_windows(groups, Grid.of(job.topology).num_nodes))
     sharding = OnDemandSharding(
         model,
         groups,
@@ -323,24 +320,6 @@ def _shard(
         lockstep=config.odc.lockstep,
     )
     return sharding, transport, parameters
-
-
-def _make_transport(job: Job, config: Config, groups: Sequence[ParamGroup]) -> Transport:
-    grid, device = Grid.of(job.topology), job.device.torch_device
-    if job.mpi is not None:
-        return MpiTransport(job.control, grid, job.mpi)
-    if device.type == "cpu":
-        return ShmTransport(job.control, grid)
-    if config.odc.transport == "nvshmem":
-        from odcengine.transport.nvshmem import NvshmemTransport, Ring, start_nvshmem
-
-        ring, topology = Ring(unmapped=config.odc.unmapped), job.topology
-        needed = heap_needed(plan_windows(groups, grid.num_nodes).total_nbytes, grid.node_size, ring)
-        library = start_nvshmem(topology.rank, topology.world_size, device, needed, job.start_group)
-        return NvshmemTransport(job.control, grid, device, job.start_group, library, ring)
-    from odcengine.transport.cuda_p2p import CudaP2PTransport
-
-    return CudaP2PTransport(job.control, grid, device, job.node_group)
 
 
 def _rename_groups(

@@ -332,6 +332,15 @@ class Odc(_Section):
         "FSDP2's own collectives, the baseline; auto: the best one-sided transport for the ranks, never "
         "collective.",
     )
+    grad_reduce: Literal["mean", "sum"] = Field(
+        default="mean",
+        description="Of an attached DeepSpeed engine: mean: gradients of ranks are averaged, as DeepSpeed does; sum: "
+        "they are added, for losses that are divided by the whole minibatch's count.",
+    )
+    allow_untested: bool = Field(
+        default=False,
+        description="Attach to a DeepSpeed whose sources differ from those that were tested, with a warning.",
+    )
     unmapped: bool = Field(
         default=False,
         description="Test switch of nvshmem: treat every other rank as one whose memory is not mapped here.",

@@ -30,6 +30,10 @@ from odcengine.device import Device, check_devices, choose_device, identity_of
 from odcengine.errors import ConfigError
 from odcengine.topology import RankInfo, Topology, build_topology
 from odcengine.transport._mpi_start import Mpi, start_mpi
+from odcengine.transport.base import Grid, Transport, WindowPlan
+from odcengine.transport.heap import heap_needed
+from odcengine.transport.mpi import MpiTransport
+from odcengine.transport.shm import ShmTransport
 
 logger = logging.getLogger(__name__)
 
@@ -343,3 +347,28 @@ def equalize_weights(model: nn.Module, job: Job, *, stored: str | None = None) -
             dist.broadcast(moved, src=0)
             if moved.device != tensor.device and job.topology.rank != 0:
                 tensor.detach().copy_(moved)
+
+
+def make_transport(job: Job, config: Config, plan: WindowPlan) -> Transport:
+    """The one-sided transport of a job. Collective.
+
+    Args:
+        job: the ranks.
+        config: the configuration; its transport is not ``collective``.
+        plan: windows that will be allocated.
+    """
+    grid, device = Grid.of(job.topology), job.device.torch_device
+    if job.mpi is not None:
+        return MpiTransport(job.control, grid, job.mpi)
+    if device.type == "cpu":
+        return ShmTransport(job.control, grid)
+    if config.odc.transport == "nvshmem":
+        from odcengine.transport.nvshmem import NvshmemTransport, Ring, start_nvshmem
+
+        ring, topology = Ring(unmapped=config.odc.unmapped), job.topology
+        needed = heap_needed(plan.total_nbytes, grid.node_size, ring)
+        library = start_nvshmem(topology.rank, topology.world_size, device, needed, job.start_group)
+        return NvshmemTransport(job.control, grid, device, job.start_group, library, ring)
+    from odcengine.transport.cuda_p2p import CudaP2PTransport
+
+    return CudaP2PTransport(job.control, grid, device, job.node_group)

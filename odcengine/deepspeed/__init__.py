@@ -1,0 +1,1 @@
+"""A stock DeepSpeed ZeRO-3 engine with on-demand communication; see ``docs/deepspeed.md``."""

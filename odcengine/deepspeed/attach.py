@@ -1,0 +1,231 @@
+"""Attach on-demand communication to an engine that ``deepspeed.initialize`` has made, and let go of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from odcengine.config import Config, load_config
+from odcengine.control import Meeting, Phase
+from odcengine.deepspeed.guard import check_engine, check_version
+from odcengine.deepspeed.stage3 import OnDemand, layout_of, move_into_windows
+from odcengine.deepspeed.windows import ZeroWindows
+from odcengine.errors import ConfigError, OdcError, UsageError
+from odcengine.start import Job, join, make_transport
+from odcengine.topology import read_rank_info
+from odcengine.transport.base import Grid, Transport
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = (
+    "allow_untested",
+    "grad_reduce",
+    "node_size",
+    "sharding",
+    "startup_timeout_s",
+    "timeout_s",
+    "transport",
+    "unmapped",
+)
+"""Keys of the ``odc`` section that an attached engine knows."""
+
+
+class AttachedDeepSpeed:
+    """A DeepSpeed engine on demand; from ``odcengine.attach``. The engine itself is used as before.
+
+    Attributes:
+        engine: DeepSpeed's.
+        transport: one-sided access to other ranks; None with one rank.
+    """
+
+    def __init__(
+        self, engine: DeepSpeedEngine, transport: Transport | None, job: Job | None, odc: OnDemand | None
+    ) -> None:
+        self.engine = engine
+        self.transport = transport
+        self._job = job
+        self._odc = odc
+        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+        if job is not None:
+            atexit.register(self._at_exit)
+
+    @property
+    def num_boundaries(self) -> int:
+        """Optimizer steps since the engine was attached, skipped ones included; equal on all ranks."""
+        return 0 if self._odc is None else self._odc.num_boundaries
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank waited for others in the last minibatch and at its end, on the host."""
+        return 0.0 if self._odc is None else self._odc.waited_s
+
+    def boundary(self) -> None:
+        """End a minibatch on a rank that has no micro-batch left: see ``odcengine.boundary``."""
+        boundary(self.engine)
+
+    def close(self) -> None:
+        """Leave the job: wait for all ranks, then let go of the windows. Collective.
+
+        The engine's weights stay where they are and may be saved rank by rank, but it cannot train any more.
+
+        Raises:
+            PeerError: another rank failed before it came here.
+        """
+        self._close(Meeting.CLOSE)
+
+    def _close(self, meeting: Meeting) -> None:
+        odc, job = self._odc, self._job
+        if odc is None or job is None or odc.closed:
+            return
+        odc.closed = True
+        atexit.unregister(self._at_exit)
+        try:
+            with job.control.phase(Phase.CLOSING):
+                odc.windows.close(meeting)
+        finally:
+            job.control.close()
+        job.leave()
+
+
+def attach_deepspeed(
+    engine: DeepSpeedEngine, config: Config | Mapping[str, Any] | None = None, **options: Any
+) -> AttachedDeepSpeed:
+    """Take the collectives out of an engine's minibatches. Collective; before the first forward.
+
+    Args:
+        engine: from ``deepspeed.initialize``, ZeRO stage 3.
+        config: a configuration whose ``odc`` section counts, or such a section as a mapping.
+        options: keys of that section instead; see :data:`OPTIONS`.
+
+    Returns:
+        A handle; the engine itself is changed.
+
+    Raises:
+        ConfigError: what cannot work, each with its reason; nothing has changed then.
+        UsageError: the engine is attached already.
+        PeerError: another rank failed or did not come in time.
+    """
+    settings = config if isinstance(config, Config) else _settings({**(config or {}), **options})
+    check_engine(engine)
+    warning = check_version(allow_untested=settings.odc.allow_untested)
+    info = read_rank_info()
+    if warning and info.rank == 0:
+        logger.warning("%s", warning)
+    if info.world_size == 1:
+        logger.info("odcengine.attach: one rank has nobody to communicate with; the engine stays as it is")
+        return AttachedDeepSpeed(engine, None, None, None)
+    settings = _on_device_of(engine, settings)
+    job = join(info, settings)
+    try:
+        return _attach(engine, settings, job)
+    except BaseException:
+        job.control.close()  # the others have been told
+        raise
+
+
+def _attach(engine: DeepSpeedEngine, settings: Config, job: Job) -> AttachedDeepSpeed:
+    control, optimizer = job.control, engine.optimizer
+    control.install_excepthook()
+    with control.phase(Phase.STARTING):
+        if job.device.torch_device != _device_of(engine):
+            raise ConfigError(
+                f"odcengine.attach: the engine is on {engine.device}, but this rank's device is "
+                f"{job.device.torch_device}; let LOCAL_RANK choose the GPU (torch.cuda.set_device(LOCAL_RANK))"
+            )
+        layout, params = layout_of(optimizer)
+        transport = make_transport(job, settings, layout.plan(Grid.of(job.topology).num_nodes))
+        windows = ZeroWindows(layout, transport, control, job.between_nodes)
+        scale = 1.0 if settings.odc.grad_reduce == "sum" else 1.0 / job.topology.world_size
+        odc = move_into_windows(optimizer, windows, layout, params, lambda: scale)
+    engine.load_checkpoint = functools.partial(_load_checkpoint, odc, engine.load_checkpoint)
+    control.enter(Phase.BETWEEN, step=0, micro_batch=0)
+    if job.topology.rank == 0:
+        logger.info(
+            "DeepSpeed ZeRO-3 on demand: %d ranks, %d nodes, %s, gradients: %s",
+            job.topology.world_size,
+            job.topology.num_nodes,
+            type(transport).__name__,
+            settings.odc.grad_reduce,
+        )
+    return AttachedDeepSpeed(engine, transport, job, odc)
+
+
+def _settings(section: Mapping[str, Any]) -> Config:
+    """The configuration with this ``odc`` section, all other sections at their defaults."""
+    unknown = sorted(set(section) - {*OPTIONS, "enabled", "backend"})
+    if unknown:
+        raise ConfigError(
+            *(f"odc.{key}: an attached DeepSpeed engine does not know it; {', '.join(OPTIONS)}" for key in unknown)
+        )
+    if section.get("transport") == "collective":
+        raise ConfigError("odc.transport: collective is stock DeepSpeed; do not attach the engine then")
+    options = {key: value for key, value in section.items() if key in OPTIONS}
+    return load_config({"train_batch_size": "auto", "odc": options})
+
+
+def _on_device_of(engine: DeepSpeedEngine, settings: Config) -> Config:
+    odc = settings.odc.model_copy(update={"device": _device_of(engine).type})
+    return settings.model_copy(update={"odc": odc})
+
+
+def _device_of(engine: DeepSpeedEngine) -> Any:
+    return engine.optimizer.lp_param_buffer.device
+
+
+def _load_checkpoint(odc: OnDemand, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``engine.load_checkpoint``, after which all ranks see what was loaded."""
+    odc.loading = True
+    try:
+        with odc.control.phase(Phase.LOADING):
+            return load(*args, **kwargs)
+    finally:
+        odc.loading = False
+
+
+def boundary(engine: Any) -> None:
+    """End the minibatch on a rank that has no micro-batch, or none left, whatever DeepSpeed counts.
+
+    Every rank ends every minibatch once: by the ``engine.step()`` of its last micro-batch, or by this.
+
+    Args:
+        engine: DeepSpeed's engine, attached or not, or a wrapper that has it as ``engine``.
+    """
+    found = engine if isinstance(engine, DeepSpeedEngine) else getattr(engine, "engine", None)
+    if not isinstance(found, DeepSpeedEngine):
+        raise UsageError(
+            f"odcengine.boundary: got a {type(engine).__name__}; expected the engine of deepspeed.initialize"
+        )
+    if not found.managed_gradient_accumulation():
+        found.step()
+        return
+    before = found._is_gradient_accumulation_boundary
+    found.set_gradient_accumulation_boundary(True)
+    try:
+        found.step()
+    finally:
+        found._is_gradient_accumulation_boundary = before
+
+
+def _close_at_exit(reference: weakref.ref[AttachedDeepSpeed]) -> None:
+    """Let go of an engine that the script left open, if the run went well so far."""
+    attached = reference()
+    if attached is None or attached._odc is None or attached._odc.closed:
+        return
+    control = attached._odc.control
+    if not control.is_owner:
+        return
+    if control.failed:
+        attached._odc.closed = True
+        return
+    with contextlib.suppress(AttributeError):  # parts of torch may be gone
+        try:
+            attached._close(Meeting.EXIT)
+        except OdcError as error:
+            logger.error("at exit: %s", error)

@@ -1,0 +1,264 @@
+"""The windows of a ZeRO-3 engine: fetch parameters, push gradients, collect sums, publish; knows no DeepSpeed.
+
+Parameters lie in the window itself: the optimizer's copy of its masters into them is the publication. A large
+parameter is read straight to its place, as its shards in the order of ranks *are* the parameter; of small
+neighbours one read an owner gets all. See ``docs/protocol.md`` for the two fences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from odcengine._collectives import all_gather
+from odcengine.control import ControlBlock, Meeting
+from odcengine.deepspeed.layout import Slot, ZeroLayout, fetch_runs
+from odcengine.transport.base import Transport, Window
+
+_PENDING_NUMEL = 1 << 22  # elements of small gradients that are kept back at most
+
+
+class ZeroWindows:
+    """This rank's view of all ranks' windows.
+
+    Attributes:
+        control: the node's control block.
+        epoch: number of the parameters that are published.
+        fetch_s, push_s: seconds in fetches and pushes since :meth:`start_minibatch`; on a GPU the host's.
+        wait_s: the part of both that was spent waiting for other ranks.
+        exchanged_bytes: sent to other nodes since then.
+
+    Args:
+        layout: of the parameters.
+        transport: one-sided access inside the node; its windows are allocated here. Collective.
+        control: the node's control block.
+        between_nodes: process group of the ranks with this rank's local index, one a node; None on one node.
+    """
+
+    def __init__(
+        self,
+        layout: ZeroLayout,
+        transport: Transport,
+        control: ControlBlock,
+        between_nodes: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.control = control
+        self.epoch = -1
+        self._layout = layout
+        self._transport = transport
+        self._between_nodes = between_nodes
+        self._world_size = control.topology.world_size
+        column = transport.grid.column
+        # The group between nodes may order its ranks otherwise than the grid orders the nodes.
+        self._node_order = [column.index(rank) for rank in sorted(column)]
+        self._params, *self._accumulators = transport.allocate(layout.plan(transport.grid.num_nodes))
+        self._on_gpu = self._params.local.is_cuda
+        self._pending: list[tuple[Slot, torch.Tensor, torch.cuda.Stream | None]] = []
+        self._num_meetings = 0
+        self.start_minibatch()
+
+    def start_minibatch(self) -> None:
+        """Count times and bytes from here."""
+        self.fetch_s = self.push_s = self.wait_s = 0.0
+        self.exchanged_bytes = 0
+        self._crossed_before = self._transport.crossed_bytes
+
+    @property
+    def crossed_bytes(self) -> int:
+        """Pulled and pushed over node boundaries in this minibatch."""
+        return self._transport.crossed_bytes - self._crossed_before
+
+    # -- this rank's own memory ------------------------------------------------------------------------
+
+    @property
+    def _row(self) -> torch.Tensor:
+        return self._params.local[self._transport.grid.node]
+
+    def shard(self, slot: Slot) -> torch.Tensor:
+        """This rank's shard of a parameter, in its window."""
+        return self._row[slot.offset : slot.end].view(slot.spec.dtype)
+
+    def trained_shards(self) -> torch.Tensor:
+        """This rank's shards of all that is trained, one after the other, in its window."""
+        dtype = self._layout.slots[0].spec.dtype
+        return self._row[: self._layout.trained_nbytes].view(dtype)
+
+    def own_sum(self, slot: Slot) -> torch.Tensor:
+        """Where gradients of this rank's shard are summed: those of its own node, until :meth:`collect`."""
+        row = self._accumulators[slot.accumulator].local[self._transport.grid.node]
+        return row[slot.grad_offset : slot.grad_offset + slot.spec.shard_numel]
+
+    # -- inside a minibatch ----------------------------------------------------------------------------
+
+    def fetch(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        """Read whole parameters from their owners; on a GPU in the order of the current stream.
+
+        Args:
+            slots: the parameters, each once.
+
+        Returns:
+            For each a flat tensor of its elements.
+        """
+        start = time.perf_counter()
+        self.control.check()
+        self._wait_published()
+        found: dict[int, torch.Tensor] = {}
+        for run in fetch_runs(slots):
+            rows = self._read(run)
+            if len(run) == 1:
+                found[run[0].index] = rows.view(-1)[: run[0].spec.numel]
+                continue
+            begin = 0
+            for slot in run:
+                part = rows[:, begin : begin + slot.spec.shard_numel]
+                found[slot.index] = part.reshape(-1)[: slot.spec.numel]
+                begin += slot.spec.shard_numel
+        self.control.beat()
+        self.fetch_s += time.perf_counter() - start
+        return [found[slot.index] for slot in slots]
+
+    def _read(self, run: Sequence[Slot]) -> torch.Tensor:
+        """All ranks' shards of neighbours: ``[W, elements]``."""
+        first, end = run[0], run[-1].end
+        dtype = first.spec.dtype
+        numel = (end - first.offset) // dtype.itemsize
+        out = torch.empty(self._world_size, numel, dtype=dtype, device=self._params.local.device)
+        rows = out.view(torch.uint8) if numel else out
+        for peer in self._transport.grid.visits():
+            for node, shards in enumerate(self._transport.grid.shards):
+                if numel:
+                    self._transport.pull(self._params, peer, node, rows[shards[peer]], first.offset)
+        return out
+
+    def _wait_published(self) -> None:
+        for peer in self._transport.grid.visits():
+            self.wait_s += self._transport.wait_published(peer, self.epoch)
+
+    def push(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Add a gradient to its owners' sums; small ones are kept back until :meth:`flush` or enough are there.
+
+        Args:
+            slot: the parameter.
+            gradient: of the whole parameter, any shape; must not be written to any more.
+        """
+        if slot.is_large:
+            self._add(self._accumulators[slot.accumulator], self._rows_of(slot, gradient), slot.grad_offset)
+            return
+        stream = torch.cuda.current_stream(gradient.device) if self._on_gpu else None
+        self._pending.append((slot, gradient, stream))
+        if sum(slot.spec.numel for slot, *_ in self._pending) >= _PENDING_NUMEL:
+            self.flush()
+
+    def flush(self) -> None:
+        """Push what is kept back: one push an owner for all neighbours."""
+        pending, self._pending = sorted(self._pending, key=lambda item: item[0].offset), []
+        if not pending:
+            return
+        if self._on_gpu:
+            current = torch.cuda.current_stream(self._params.local.device)
+            for _, gradient, stream in pending:
+                if stream is not None and stream != current:  # backwards may use several
+                    current.wait_stream(stream)
+                    gradient.record_stream(current)
+        runs: list[list[tuple[Slot, torch.Tensor]]] = []
+        for slot, gradient, _ in pending:
+            last = runs[-1][-1][0] if runs else None
+            if last is not None and last.end == slot.offset and last.accumulator == slot.accumulator:
+                runs[-1].append((slot, gradient))
+            else:  # one that comes twice begins a run of its own, too
+                runs.append([(slot, gradient)])
+        for run in runs:
+            rows = torch.cat([self._rows_of(slot, gradient) for slot, gradient in run], dim=1)
+            self._add(self._accumulators[run[0][0].accumulator], rows, run[0][0].grad_offset)
+
+    def _rows_of(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient by owner, ``[W, shard]``, padded with zeros."""
+        flat = gradient.detach().reshape(-1)
+        missing = self._world_size * slot.spec.shard_numel - flat.numel()
+        if missing:
+            flat = torch.cat([flat, flat.new_zeros(missing)])
+        return flat.view(self._world_size, slot.spec.shard_numel)
+
+    def _add(self, accumulator: Window, rows: torch.Tensor, offset: int) -> None:
+        start = time.perf_counter()
+        self.control.check()
+        self._wait_published()  # before it the owner may be emptying its sums
+        self.wait_s += self._transport.scatter_add(accumulator, rows, offset)
+        self.control.beat()
+        self.push_s += time.perf_counter() - start
+
+    # -- at the boundary -------------------------------------------------------------------------------
+
+    def meet(self, meeting: Meeting, number: int) -> float:
+        """Barrier A: all pushes have landed, all fetches are done, on all ranks; returns seconds waited."""
+        self.flush()
+        return self._transport.barrier(meeting, number)
+
+    def meet_to_write(self) -> None:
+        """Meet all ranks before shards are written outside of a step; :meth:`publish` ends it."""
+        self._num_meetings += 1
+        self.meet(Meeting.PUBLISH, self._num_meetings)
+
+    def collect(self) -> list[torch.Tensor]:
+        """After barrier A: the sums over all ranks of each accumulator, this rank's row. Collective between nodes."""
+        if self._between_nodes is None:
+            return [window.local[0] for window in self._accumulators]
+        works = []
+        for window in self._accumulators:
+            rows = window.local[self._node_order].contiguous()
+            received = torch.empty_like(rows)
+            work = dist.all_to_all_single(received, rows, group=self._between_nodes, async_op=True)
+            self._count(rows[0])
+            works.append((work, rows, received))
+        sums = []
+        for work, _, received in works:
+            self.control.wait_work(work, "the sum of gradients between nodes")
+            sums.append(received.sum(dim=0))
+        return sums
+
+    def part_of(self, sums: Sequence[torch.Tensor], slot: Slot) -> torch.Tensor:
+        """A parameter's part of what :meth:`collect` returned."""
+        return sums[slot.accumulator][slot.grad_offset : slot.grad_offset + slot.spec.shard_numel]
+
+    def empty_sums(self) -> None:
+        """Begin anew with all sums at zero; between a meeting and :meth:`publish` only."""
+        if self._accumulators:
+            torch._foreach_zero_([window.local for window in self._accumulators])
+
+    def publish(self, start: int = 0, end: int | None = None) -> None:
+        """Flag B: what lies in this rank's window is what all fetch from now on. Collective between nodes.
+
+        Args:
+            start, end: bytes of a row that may have changed; by default all.
+        """
+        if self._between_nodes is not None:
+            self._exchange(start, self._layout.row_nbytes if end is None else end)
+        self.epoch += 1
+        self._transport.signal_published(self.epoch)
+
+    def publish_trained(self) -> None:
+        """:meth:`publish` after an optimizer's step."""
+        self.publish(0, self._layout.trained_nbytes)
+
+    def _exchange(self, start: int, end: int) -> None:
+        """Every node gets the rows of the others."""
+        row = self._row[start:end].clone()
+        rows = row.new_empty(self._transport.grid.num_nodes * row.numel())
+        if row.numel():
+            work = all_gather(rows, row, group=self._between_nodes, async_op=True)
+            self._count(row)
+            self.control.wait_work(work, "the exchange of parameters between nodes")
+            self._params.local[self._node_order, start:end] = rows.view(len(self._node_order), -1)
+
+    def _count(self, row: torch.Tensor) -> None:
+        self.exchanged_bytes += row.numel() * row.element_size() * (self._transport.grid.num_nodes - 1)
+
+    def close(self, meeting: Meeting | None) -> None:
+        """Let go of the windows; None after a failure, without meeting the others."""
+        self._pending.clear()
+        self._accumulators.clear()
+        del self._params
+        self._transport.close(meeting)
