@@ -19,8 +19,8 @@ def attach(target: Any, config: Config | Mapping[str, Any] | None = None, **opti
         options: keys of that section instead, such as ``transport`` or ``timeout_s``.
 
     Returns:
-        A handle with ``close()`` and ``boundary()``, :class:`~odcengine.deepspeed.attach.AttachedDeepSpeed`. The
-        target is used as before.
+        A handle with ``close()`` and ``boundary()``: :class:`odcengine.deepspeed.attach.AttachedDeepSpeed`.
+        The target is used as before.
 
     Raises:
         ConfigError: what cannot work, with the reason; nothing has changed then.
@@ -32,8 +32,8 @@ def attach(target: Any, config: Config | Mapping[str, Any] | None = None, **opti
 
         return attach_deepspeed(target, config, **options)
     raise UsageError(
-        f"odcengine.attach: got a {type(target).__name__}; expected the engine that deepspeed.initialize returns "
-        "first (for a model of your own, odcengine.initialize)"
+        f"odcengine.attach: got a {type(target).__name__}; expected the engine that deepspeed.initialize "
+        "returns first (for a model of your own, odcengine.initialize)"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from odcengine.monitor import Monitor
 from odcengine.optim import build_optimizer, build_scheduler
 from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
-from odcengine.sharding.layout import ParamGroup, find_groups
+from odcengine.sharding.layout import find_groups
 from odcengine.sharding.on_demand import OnDemandSharding, plan_windows
 from odcengine.sharding.wrap import block_modules, check_model, shard_model
 from odcengine.start import Job, equalize_weights, join, make_transport

@@ -334,8 +334,8 @@ class Odc(_Section):
     )
     grad_reduce: Literal["mean", "sum"] = Field(
         default="mean",
-        description="Of an attached DeepSpeed engine: mean: gradients of ranks are averaged, as DeepSpeed does; sum: "
-        "they are added, for losses that are divided by the whole minibatch's count.",
+        description="Of an attached DeepSpeed engine: mean: gradients of ranks are averaged, as DeepSpeed "
+        "does; sum: they are added, for losses that are divided by the whole minibatch's count.",
     )
     allow_untested: bool = Field(
         default=False,

@@ -137,7 +137,7 @@ def _attach(engine: DeepSpeedEngine, settings: Config, job: Job) -> AttachedDeep
         if job.device.torch_device != _device_of(engine):
             raise ConfigError(
                 f"odcengine.attach: the engine is on {engine.device}, but this rank's device is "
-                f"{job.device.torch_device}; let LOCAL_RANK choose the GPU (torch.cuda.set_device(LOCAL_RANK))"
+                f"{job.device.torch_device}; call torch.cuda.set_device(LOCAL_RANK) before"
             )
         layout, params = layout_of(optimizer)
         transport = make_transport(job, settings, layout.plan(Grid.of(job.topology).num_nodes))
@@ -162,7 +162,10 @@ def _settings(section: Mapping[str, Any]) -> Config:
     unknown = sorted(set(section) - {*OPTIONS, "enabled", "backend"})
     if unknown:
         raise ConfigError(
-            *(f"odc.{key}: an attached DeepSpeed engine does not know it; {', '.join(OPTIONS)}" for key in unknown)
+            *(
+                f"odc.{key}: an attached DeepSpeed engine does not know it; {', '.join(OPTIONS)}"
+                for key in unknown
+            )
         )
     if section.get("transport") == "collective":
         raise ConfigError("odc.transport: collective is stock DeepSpeed; do not attach the engine then")

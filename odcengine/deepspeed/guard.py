@@ -90,6 +90,7 @@ RELIED_ON: dict[ModuleType, tuple[str, ...]] = {
 }
 """Module -> functions whose inside the attached engine relies on."""
 
+
 def fingerprints() -> dict[str, str]:
     """For each function relied on a hash of its source, comments and blank lines left out."""
     found = {}
@@ -138,8 +139,8 @@ def check_version(*, allow_untested: bool) -> str | None:
     if not differences[nearest]:
         return None
     message = (
-        f"deepspeed {deepspeed.__version__} differs from {nearest}, which odcengine was tested with, in functions "
-        f"that it relies on: {', '.join(differences[nearest])}"
+        f"deepspeed {deepspeed.__version__} differs from {nearest}, which odcengine was tested with, in "
+        f"functions that it relies on: {', '.join(differences[nearest])}"
     )
     if not allow_untested:
         raise ConfigError(
@@ -170,8 +171,8 @@ def _wrong_type(engine: DeepSpeedEngine) -> str:
     name = type(engine.optimizer).__name__
     if name == "SuperOffloadOptimizer_Stage3":
         return (
-            "zero_optimization.offload_optimizer.super_offload: its shards move between host and device, where "
-            "no window can hold them; remove offload_optimizer"
+            "zero_optimization.offload_optimizer.super_offload: its shards move between host and device, "
+            "where no window can hold them; remove offload_optimizer"
         )
     if name == "DeepSpeedZeRoOffload" or engine.optimizer is None:
         return (
@@ -198,13 +199,13 @@ def _problems(engine: DeepSpeedEngine, optimizer: Any) -> Iterator[str]:
         yield f"zero_optimization.zenflow: {_MOVES}"
     if optimizer.use_muon:
         yield (
-            "optimizer.type Muon: it needs whole gradients of matrices in the backward, which on demand no rank "
-            "has; use AdamW, Adam or SGD"
+            "optimizer.type Muon: it needs whole gradients of matrices in the backward, which on demand no "
+            "rank has; use AdamW, Adam or SGD"
         )
     if optimizer.zero_hpz_partition_size > 1:
         yield (
-            "zero_optimization.zero_hpz_partition_size: hpZ's second copy would not follow the windows; remove "
-            "it (`odc.sharding: hybrid` keeps traffic inside of nodes)"
+            "zero_optimization.zero_hpz_partition_size: hpZ's second copy would not follow the windows; "
+            "remove it (`odc.sharding: hybrid` keeps traffic inside of nodes)"
         )
     if offload.zero_quantized_weights or optimizer.zero_quantized_nontrainable_weights:
         yield (
@@ -212,9 +213,7 @@ def _problems(engine: DeepSpeedEngine, optimizer: Any) -> Iterator[str]:
             "are not what windows hold; remove them"
         )
     if optimizer.all2all_process_group is not None or engine.zero_quantized_gradients():
-        yield (
-            "zero_optimization.zero_quantized_gradients: sums are made in fp32 by their owners; remove it"
-        )
+        yield ("zero_optimization.zero_quantized_gradients: sums are made in fp32 by their owners; remove it")
     if optimizer.sequence_parallel_size > 1:
         yield "sequence_parallel_size: one sequence stays on one rank; remove it"
     if engine.has_moe_layers or any(
@@ -227,9 +226,7 @@ def _problems(engine: DeepSpeedEngine, optimizer: Any) -> Iterator[str]:
     if engine.is_deepcompile_enabled():
         yield "compile.deepcompile: it moves parameters by compiled collectives; remove it"
     if engine.torch_autocast_enabled():
-        yield (
-            "torch_autocast: it gathers in another precision than shards have; use bf16: {enabled: true}"
-        )
+        yield ("torch_autocast: it gathers in another precision than shards have; use bf16: {enabled: true}")
     if optimizer.enable_sanity_checks:
         yield f"zero_optimization.enable_sanity_checks: {_IN_STEP}; remove it"
     if engine.zero_module_granularity_threshold() > 0:
@@ -249,8 +246,8 @@ def _group_problems(engine: DeepSpeedEngine, optimizer: Any) -> Iterator[str]:
     for group in groups.values():
         if dist.get_world_size(group) != world_size or dist.get_rank(group) != dist.get_rank():
             yield (
-                f"a process group of {dist.get_world_size(group)} of {world_size} ranks shards parameters (zero.Init "
-                "with a group of its own, or an mpu); on demand all ranks of the job share each parameter"
+                f"a process group of {dist.get_world_size(group)} of {world_size} ranks shards parameters "
+                "(zero.Init with a group of its own, or an mpu); on demand all ranks share each parameter"
             )
             return
     dtypes = {param.ds_tensor.dtype for group in optimizer.fp16_groups for param in group}

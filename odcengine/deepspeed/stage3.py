@@ -1,8 +1,8 @@
 """DeepSpeed's stage-3 optimizer and parameter coordinator with the collectives of a minibatch taken out.
 
-An engine is attached by changing the classes of its optimizer and coordinator to the ones below, and by moving
-its flat buffers into windows. DeepSpeed's own code then does all the rest: hooks, prefetching, clipping, loss
-scales, the optimizer's step, checkpoints. What it relies on is fingerprinted in ``guard.py``.
+An engine is attached by changing the classes of its optimizer and coordinator to the ones below, and by
+moving its flat buffers into windows. DeepSpeed's own code then does all the rest: hooks, prefetching,
+clipping, loss scales, the optimizer's step, checkpoints. What is relied on is fingerprinted in ``guard.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from odcengine.deepspeed.windows import ZeroWindows
 from odcengine.errors import ConfigError, UsageError
 
 _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-_CLOSED = "the attached DeepSpeed engine is closed; attach a new engine for another run"
 
 
 class OnDemand:
@@ -58,10 +57,14 @@ class OnDemand:
 
     def fetch(self, params: Sequence[Any]) -> list[torch.Tensor]:
         """Whole parameters, in their shapes."""
-        if self.closed:
-            raise UsageError(_CLOSED)
+        self.require_open()
         flat = self.windows.fetch([self.slots[param.ds_id] for param in params])
         return [tensor.view(param.ds_shape) for param, tensor in zip(params, flat, strict=True)]
+
+    def require_open(self) -> None:
+        """Raise where :attr:`closed`."""
+        if self.closed:
+            raise UsageError("the attached DeepSpeed engine is closed; attach a new engine for another run")
 
     def finish(self) -> None:
         """The step is done, or skipped: empty the sums and raise flag B."""
@@ -83,8 +86,8 @@ def _nothing() -> None:
 class Fetched:
     """Parameters on their way, as DeepSpeed's coordinator keeps them.
 
-    On a GPU the reads are enqueued on the stream on which this was made, the coordinator's, and :meth:`wait` is
-    called under the same one; DeepSpeed then orders computation behind it.
+    On a GPU the reads are enqueued on the stream on which this was made, the coordinator's, and :meth:`wait`
+    is called under the same one; DeepSpeed then orders computation behind it.
     """
 
     def __init__(self, params: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -116,12 +119,13 @@ def _without_agreement(function: Any) -> Any:
 class OnDemandCoordinator(PartitionedParameterCoordinator):
     """Ranks run different modules in different orders, each with a trace and prefetches of its own."""
 
-    odc_control: ControlBlock
+    odc: OnDemand
     _reset_step_alone = staticmethod(_without_agreement(PartitionedParameterCoordinator.reset_step))
 
     def reset_step(self) -> None:
         """A forward of the model begins."""
-        self.odc_control.enter(Phase.FORWARD)
+        self.odc.require_open()
+        self.odc.control.enter(Phase.FORWARD)
         self._reset_step_alone(self)
 
 
@@ -136,8 +140,7 @@ class OnDemandStage3(DeepSpeedZeroOptimizer_Stage3):
     @torch.no_grad()
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
         """A gradient is ready: hand it to its owners, instead of to the bucket of the reduce-scatter."""
-        if self.odc.closed:
-            raise UsageError(_CLOSED)
+        self.odc.require_open()
         if not getattr(param, "ds_grad_is_ready", True):  # more of it comes: a computation in tiles
             return
         self.odc.windows.push(self.odc.slots[param.ds_id], param.grad)
@@ -162,8 +165,7 @@ class OnDemandStage3(DeepSpeedZeroOptimizer_Stage3):
     def step(self, closure: Any = None) -> None:
         """Barrier A, DeepSpeed's step on the sums, flag B."""
         odc = self.odc
-        if odc.closed:
-            raise UsageError(_CLOSED)
+        odc.require_open()
         with odc.control.phase(Phase.BARRIER):
             self._partition_all_parameters()  # what is on its way arrives; nothing whole outlives the step
             waited = odc.windows.meet(Meeting.END_OF_STEP, odc.num_boundaries)
@@ -182,7 +184,7 @@ class OnDemandStage3(DeepSpeedZeroOptimizer_Stage3):
 
     @torch.no_grad()
     def _show_sums(self) -> None:
-        """Put the sums where DeepSpeed's step looks for gradients; a rank without a backward has none there."""
+        """Put the sums where DeepSpeed's step looks for gradients; without a backward none are there."""
         sums, scale = self.odc.windows.collect(), self.odc.scale()
         if sums and scale != 1.0:
             torch._foreach_mul_(sums, scale)
@@ -267,7 +269,11 @@ def layout_of(optimizer: Any) -> tuple[ZeroLayout, list[Any]]:
 
 @torch.no_grad()
 def move_into_windows(
-    optimizer: Any, windows: ZeroWindows, layout: ZeroLayout, params: Sequence[Any], scale: Callable[[], float]
+    optimizer: Any,
+    windows: ZeroWindows,
+    layout: ZeroLayout,
+    params: Sequence[Any],
+    scale: Callable[[], float],
 ) -> OnDemand:
     """Move shards into windows and change the classes. Collective.
 
@@ -288,7 +294,7 @@ def move_into_windows(
         param.all_gather = functools.partial(_all_gather, odc, param)
         param.partition = functools.partial(_partition, odc, param, param.partition)
     coordinator = optimizer.parameter_offload.param_coordinator
-    coordinator.odc_control = odc.control
+    coordinator.odc = odc
     coordinator.__class__ = OnDemandCoordinator
     optimizer.odc = odc
     optimizer.__class__ = OnDemandStage3
@@ -306,7 +312,10 @@ def _move_parameters(optimizer: Any, odc: OnDemand, params: Sequence[Any]) -> No
     optimizer.lp_param_buffer.data = flat
     start = 0
     for index, numel in enumerate(optimizer.fp16_partitioned_groups_flat_numel):
-        low, master = optimizer.fp16_partitioned_groups_flat[index], optimizer.fp32_partitioned_groups_flat[index]
+        low, master = (
+            optimizer.fp16_partitioned_groups_flat[index],
+            optimizer.fp32_partitioned_groups_flat[index],
+        )
         before = low.data_ptr()
         low.data = flat.narrow(0, start, numel)
         if master is not low and numel and master.data_ptr() == before:
@@ -328,7 +337,9 @@ def _move_gradients(optimizer: Any, odc: OnDemand, params: Sequence[Any]) -> Non
         raise ConfigError("deepspeed: its gradients are not those of the trained parameters; unknown layout")
     for ds_id in trained:
         partitions[ds_id] = odc.windows.own_sum(odc.slots[ds_id])
-    optimizer.grad_partitions_flat_buffer = torch.zeros(1, device=optimizer.grad_partitions_flat_buffer.device)
+    optimizer.grad_partitions_flat_buffer = torch.zeros(
+        1, device=optimizer.grad_partitions_flat_buffer.device
+    )
     for bucket in optimizer.ipg_buckets.values():
         bucket.buffer = None
 
@@ -344,8 +355,8 @@ def check_layout(optimizer: Any) -> None:
         slot = odc.slots[param.ds_id]
         if param.ds_tensor.data_ptr() != odc.windows.shard(slot).data_ptr() and slot.nbytes:
             raise ConfigError(
-                f"deepspeed: the shard of {slot.spec.name} was moved out of its window; this way of loading or "
-                "offloading is not supported on an attached engine"
+                f"deepspeed: the shard of {slot.spec.name} was moved out of its window; this way of loading "
+                "or offloading is not supported on an attached engine"
             )
 
 
@@ -362,7 +373,11 @@ def _all_gather_coalesced(
 
 
 def _all_gather(
-    odc: OnDemand, own: Any, param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0
+    odc: OnDemand,
+    own: Any,
+    param_list: Iterable[Any] | None = None,
+    async_op: bool = False,
+    hierarchy: int = 0,
 ) -> list[Fetched] | None:
     """``param.all_gather``: fetch what is neither there nor on its way."""
     params = [own] if param_list is None else param_list

@@ -1,4 +1,4 @@
-"""The windows of a ZeRO-3 engine: fetch parameters, push gradients, collect sums, publish; knows no DeepSpeed.
+"""The windows of a ZeRO-3 engine: fetch, push, collect, publish; knows no DeepSpeed.
 
 Parameters lie in the window itself: the optimizer's copy of its masters into them is the publication. A large
 parameter is read straight to its place, as its shards in the order of ranks *are* the parameter; of small
@@ -57,6 +57,7 @@ class ZeroWindows:
         self._params, *self._accumulators = transport.allocate(layout.plan(transport.grid.num_nodes))
         self._on_gpu = self._params.local.is_cuda
         self._pending: list[tuple[Slot, torch.Tensor, torch.cuda.Stream | None]] = []
+        self._pending_numel = 0
         self._num_meetings = 0
         self.start_minibatch()
 
@@ -138,7 +139,7 @@ class ZeroWindows:
             self.wait_s += self._transport.wait_published(peer, self.epoch)
 
     def push(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """Add a gradient to its owners' sums; small ones are kept back until :meth:`flush` or enough are there.
+        """Add a gradient to its owners' sums; small ones wait until :meth:`flush` or enough are there.
 
         Args:
             slot: the parameter.
@@ -149,12 +150,14 @@ class ZeroWindows:
             return
         stream = torch.cuda.current_stream(gradient.device) if self._on_gpu else None
         self._pending.append((slot, gradient, stream))
-        if sum(slot.spec.numel for slot, *_ in self._pending) >= _PENDING_NUMEL:
+        self._pending_numel += slot.spec.numel
+        if self._pending_numel >= _PENDING_NUMEL:
             self.flush()
 
     def flush(self) -> None:
         """Push what is kept back: one push an owner for all neighbours."""
         pending, self._pending = sorted(self._pending, key=lambda item: item[0].offset), []
+        self._pending_numel = 0
         if not pending:
             return
         if self._on_gpu:
@@ -203,7 +206,7 @@ class ZeroWindows:
         self.meet(Meeting.PUBLISH, self._num_meetings)
 
     def collect(self) -> list[torch.Tensor]:
-        """After barrier A: the sums over all ranks of each accumulator, this rank's row. Collective between nodes."""
+        """After barrier A: this rank's row of each accumulator, summed. Collective between nodes."""
         if self._between_nodes is None:
             return [window.local[0] for window in self._accumulators]
         works = []

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from engine.toy import TinyLM, micro_batches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from engine.toy import VOCAB, TinyLM, micro_batches
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("DS_BUILD_OPS", "0")
@@ -108,6 +107,13 @@ def num_targets(shares: list[list[tuple]]) -> int:
     return max(sum(int((targets != -100).sum()) for share in shares for _, targets, _ in share), 1)
 
 
+def boundary_of(engine: Any) -> None:
+    """End a minibatch on any engine."""
+    import odcengine
+
+    odcengine.boundary(engine)
+
+
 def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
     """Every rank's copy of all weights, by DeepSpeed's own gathering."""
     import deepspeed
@@ -186,6 +192,3 @@ def error_of(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     if found.keys() != right.keys():
         return float("inf")
     return max(float((found[name] - right[name]).abs().max()) for name in right)
-
-
-__all__ = ["VOCAB", "Case", "micro_batches"]
