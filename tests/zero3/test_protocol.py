@@ -34,7 +34,7 @@ WORLD_SIZE = 3
 
 
 def _train_without(rank: int, world_size: int) -> dict[str, Any]:
-    """The usual run under delays that differ between ranks and steps: with all fences, without A, without B."""
+    """The usual run under delays: with all fences, without A, without B."""
     import odcengine
     from odcengine.deepspeed.stage3 import OnDemandStage3
 

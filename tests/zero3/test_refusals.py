@@ -1,4 +1,4 @@
-"""What cannot work on demand is refused when an engine is attached, with the reason, and nothing has changed."""
+"""What cannot work on demand is refused when an engine is attached, with the reason; nothing has changed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _set(path: str, value: Any) -> Callable[[Any], Any]:
     return patch
 
 
-# Feature -> how an engine that has it differs, and a part of the reason. Building each for real would need its
-# hardware, kernels or models; what is read here is what DeepSpeed sets for them (fingerprinted).
+# Feature -> how an engine that has it differs, and a part of the reason. Building each for real would need
+# its hardware, kernels or models; what is read here is what DeepSpeed sets for them.
 FEATURES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "offload_optimizer": (_set("optimizer.offload_optimizer", True), "offload_optimizer: its shards move"),
     "offload_param": (_set("optimizer.offload_param", True), "offload_param (also to NVMe)"),
