@@ -9,18 +9,21 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "odcengine/_version.py").read_text())
 assert VERSION is not None, "odcengine/_version.py states no __version__"
 
+DEEPSPEED = ["deepspeed>=0.19.8,<0.20"]
 HF = ["transformers>=4.56", "datasets>=3", "peft>=0.15"]
 MONITOR = ["rich>=13", "matplotlib>=3.8", "tensorboard>=2.16"]
 EXTRAS = {
     "cuda12": ["triton>=3.2", "nvshmem4py-cu12>=0.1.2"],
     "cuda13": ["triton>=3.2", "nvshmem4py-cu13>=0.1.2"],
     "mpi": ["mpi4py>=4"],
-    "deepspeed": ["deepspeed>=0.19.8,<0.20"],
+    "deepspeed": DEEPSPEED,
     "hf": HF,
     "monitor": MONITOR,
     "dev": [
         *HF,
         *MONITOR,
+        *(f"{needed}; platform_system == 'Linux'" for needed in DEEPSPEED),
+        "accelerate>=1.10",
         "pytest>=8",
         "pytest-timeout>=2.3",
         "hypothesis>=6",
