@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from odcengine.data.batch import IGNORE_INDEX, MicroBatch, pack_samples
 from odcengine.data.dataset import TokenDataset
-from odcengine.data.loader import Minibatch, MinibatchLoader
+from odcengine.data.loader import MinibatchLoader
+from odcengine.data.minibatch import Minibatch
 
 __all__ = ["IGNORE_INDEX", "MicroBatch", "Minibatch", "MinibatchLoader", "TokenDataset", "pack_samples"]

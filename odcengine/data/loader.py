@@ -13,27 +13,28 @@ position was loaded, so it does not depend on when a thread got its turn, and al
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from odcengine.balance import Fit, OnlineCost
-from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, Plan, make_plan
+from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, make_plan
 from odcengine.data.batch import num_targets_of, pack_samples, truncate_sample
 from odcengine.data.dataset import TokenDataset
+from odcengine.data.lengths import MapDataset, is_token_sample, measure, naming
+from odcengine.data.minibatch import LocalCounter, Minibatch
 from odcengine.data.prefetch import Reader, Reading
-from odcengine.errors import ConfigError, OdcError, UsageError
+from odcengine.errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -45,132 +46,6 @@ _TOO_LONG = ("error", "truncate", "skip")
 OnLoad = Callable[[float, float, "tuple[int, ...] | None"], None]
 """From when to when, in seconds of ``time.perf_counter()``, a micro-batch was read or waited for; data set
 indices of its samples, none for a stand-in; None for the planning of a minibatch."""
-
-
-class MapDataset(Protocol):
-    """What the loader needs of a data set: a length, and samples by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class Minibatch:
-    """One rank's share of the samples of one optimizer step: an iterable of micro-batches.
-
-    ``len(minibatch)`` is the number of micro-batches that iterating gives on this rank; other ranks may have
-    more or fewer, also none. Each iteration reads the samples anew, so it can be repeated. With ``dynamic``
-    ranks draw micro-batches until none is left: their number is not known before, and iterating again gives
-    none.
-
-    Args:
-        plan: the plan of all ranks; its positions index ``sample_ids``.
-        rank: this rank.
-        sample_ids: data set indices of the samples of all ranks.
-        index: number of this minibatch within its epoch.
-        epoch: the epoch.
-        num_targets_global: positions with a target over the samples of all ranks, or None where the data
-            set does not tell (then it has to be counted while working, and agreed on).
-        num_samples_without_targets: samples, over all ranks, that have nothing to learn; None as above.
-        load: gives the micro-batches of this minibatch, each behind the data set indices of its samples.
-        run_empty: also give a dummy for every empty micro-batch.
-    """
-
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        rank: int,
-        sample_ids: tuple[int, ...],
-        index: int,
-        epoch: int,
-        num_targets_global: int | None,
-        num_samples_without_targets: int | None,
-        load: Callable[[Minibatch], Generator[tuple[tuple[int, ...], Any], None, None]],
-        run_empty: bool,
-    ) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.sample_ids = sample_ids
-        self.index = index
-        self.epoch = epoch
-        self.num_targets_global = num_targets_global
-        self.num_samples_without_targets = num_samples_without_targets
-        self._load = load
-        self._planned = tuple(self._ids_of(group) for group in plan.micro_batches[rank] if group or run_empty)
-        self._handed_out: tuple[int, ...] | None = None
-        self._draw: Callable[[], int] | None = None
-
-    def draw_from(self, draw: Callable[[], int]) -> None:
-        """Have iterating give the bundles that this rank draws instead of its share of the plan.
-
-        Args:
-            draw: the next number that no rank has drawn yet, from 0.
-        """
-        self._draw = draw
-
-    @property
-    def num_samples_global(self) -> int:
-        """Number of samples over all ranks."""
-        return len(self.sample_ids)
-
-    @property
-    def is_dummy(self) -> bool:
-        """Whether the micro-batch given last stands for an empty one: its loss must not count.
-
-        A packed dummy (:class:`~odcengine.data.MicroBatch` without samples) has no targets, so its summed
-        loss is 0 anyway. The dummy of a ``collate_fn`` of the user's is the minibatch's first sample; whoever
-        runs it multiplies its loss by 0.
-        """
-        return self._handed_out == ()
-
-    def __len__(self) -> int:
-        if self._draw is not None:
-            raise TypeError(
-                "how many micro-batches a rank draws (balance.strategy: dynamic) is not known before"
-            )
-        return len(self._planned)
-
-    @property
-    def planned(self) -> tuple[tuple[int, ...], ...] | None:
-        """Data set indices of the samples of each micro-batch of this rank; None where they are drawn."""
-        return self._planned if self._draw is None else None
-
-    def drawn(self) -> Iterator[tuple[int, ...]]:
-        """Data set indices of each micro-batch that this rank draws; each is drawn when it is asked for."""
-        bundles = self.plan.bundles
-        while self._draw is not None and (number := self._draw()) < len(bundles):
-            yield self._ids_of(bundles[number])
-
-    def _ids_of(self, positions: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple([self.sample_ids[position] for position in positions])
-
-    def __iter__(self) -> Iterator[Any]:
-        with contextlib.closing(self._load(self)) as batches:
-            for sample_ids, batch in batches:
-                self._handed_out = sample_ids
-                yield batch
-        self._handed_out = None
-
-    def __repr__(self) -> str:
-        return (
-            f"Minibatch(epoch={self.epoch}, index={self.index}, rank={self.rank}, "
-            f"micro_batches={'drawn' if self._draw else len(self)}, samples={self.num_samples_global})"
-        )
-
-
-class LocalCounter:
-    """Counts draws in one process; ranks of a job share a counter in the control block instead."""
-
-    def __init__(self) -> None:
-        self._serial, self._next = 0, 0
-
-    def __call__(self, serial: int) -> int:
-        """The next number of minibatch ``serial``, from 0."""
-        if serial != self._serial:
-            self._serial, self._next = serial, 0
-        self._next += 1
-        return self._next - 1
 
 
 class MinibatchLoader:
@@ -292,8 +167,8 @@ class MinibatchLoader:
         self.before_draw: Callable[[], None] = lambda: None
         self.pad_to_multiple_of = pad_to_multiple_of
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
-        self.packs = collate_fn is None and _is_token_sample(dataset[0])
-        self.lengths, self.num_targets = _measure(dataset, length_fn, self.packs)
+        self.packs = collate_fn is None and is_token_sample(dataset[0])
+        self.lengths, self.num_targets = measure(dataset, length_fn, self.packs)
         # Before any truncation: another limit of the length does not change the order.
         self._contents = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
         self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
@@ -612,11 +487,11 @@ class MinibatchLoader:
             return batch
         samples = [self._sample(index) for index in sample_ids or minibatch.sample_ids[:1]]
         collate = self.collate_fn or torch.utils.data.default_collate
-        with _naming(f"samples {list(sample_ids)} cannot be put together"):
+        with naming(f"samples {list(sample_ids)} cannot be put together"):
             return collate(samples)
 
     def _sample(self, index: int) -> Any:
-        with _naming(f"sample {index} cannot be read"):
+        with naming(f"sample {index} cannot be read"):
             sample = self.dataset[index]
         if index in self._truncated:
             return truncate_sample(sample, int(self.lengths[index]))
@@ -655,17 +530,6 @@ class MinibatchLoader:
                 self.num_targets[index] = num_targets_of(self._sample(index), index)
 
 
-@contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Errors of the user's code say of what they come."""
-    try:
-        yield
-    except OdcError:
-        raise
-    except Exception as error:
-        raise UsageError(f"data: {what} ({type(error).__name__}: {error})") from error
-
-
 def _cancel(readings: deque[Reading]) -> None:
     for reading in readings:
         reading.future.cancel()
@@ -693,38 +557,3 @@ def _check_arguments(
         problems.append("data: the data set has no samples")
     if problems:
         raise ConfigError(*problems)
-
-
-def _is_token_sample(sample: Any) -> bool:
-    return isinstance(sample, Mapping) and "input_ids" in sample
-
-
-def _measure(
-    dataset: MapDataset, length_fn: Callable[[Any], int] | None, packs: bool
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
-    """Length of each sample, and its number of targets where that can be known."""
-    lengths: Any = getattr(dataset, "lengths", None)
-    num_targets: Any = getattr(dataset, "num_targets", None)
-    if length_fn is not None:
-        lengths = [length_fn(dataset[index]) for index in range(len(dataset))]
-    elif lengths is None and packs:
-        lengths, counted = [], []
-        for index in range(len(dataset)):
-            sample = dataset[index]
-            counted.append(num_targets_of(sample, index))
-            lengths.append(len(sample["input_ids"]))
-        num_targets = counted if num_targets is None else num_targets
-    elif lengths is None:
-        lengths = np.ones(len(dataset), dtype=np.int64)
-    lengths = _one_per_sample(dataset, "lengths", lengths)
-    if lengths.min() < 1:
-        index = int(np.argmin(lengths))
-        raise UsageError(f"sample {index} has length {lengths[index]}, but must have at least 1")
-    return lengths, None if num_targets is None else _one_per_sample(dataset, "num_targets", num_targets)
-
-
-def _one_per_sample(dataset: MapDataset, name: str, values: Any) -> npt.NDArray[np.int64]:
-    array = np.asarray(values, dtype=np.int64)
-    if array.shape != (len(dataset),):
-        raise UsageError(f"the data set has {len(dataset)} samples, but {name} of shape {list(array.shape)}")
-    return array

@@ -24,6 +24,7 @@ import pyarrow.parquet
 import pytest
 import sentencepiece
 import yaml
+from odc_tools import _prepare_progress, _prepare_workers
 from odc_tools import prepare as prepare_module
 from odc_tools._sources import open_sources
 from odc_tools.cli import main
@@ -344,7 +345,7 @@ def test_lost_worker(
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}] * 6000)
     monkeypatch.setattr(prepare_module, "_tokenize", {"die": die, "hang": hang}[trouble])
-    monkeypatch.setattr(prepare_module, "_CHUNK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(_prepare_workers, "_CHUNK_TIMEOUT_S", 1.0)
     words = ["prepare", str(path), "--tokenizer", str(tools["sp"]), "--out", str(tmp_path / "t")]
     children = set(multiprocessing.active_children())
     started = time.monotonic()
@@ -1054,7 +1055,7 @@ def test_progress_without_a_terminal(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(_prepare_progress, "_LINE_EVERY_S", 0.0)
     path = write_lines(tmp_path / "a.jsonl", [{"text": "fox"}] * 1000)
     prepare(tools, "sp", path, path, out=tmp_path / "tokens")
     lines = capsys.readouterr().err.splitlines()

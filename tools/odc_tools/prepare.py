@@ -7,27 +7,21 @@ order of the chunks, so the files are the same, byte for byte, for any number of
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from odc_tools._prepare_progress import Progress
+from odc_tools._prepare_workers import WorkerError, WorkerPool, ending_cleanly
 from odc_tools._sources import Chunk, Source, open_sources
 from odcengine._version import __version__
 from odcengine.data.dataset import DatasetWriter, TokenDataset, is_dataset
@@ -44,13 +38,7 @@ from odcengine.data.records import (
     tokenize_records,
 )
 from odcengine.data.tokenizer import TextTokenizer, load_tokenizer
-from odcengine.errors import ConfigError, OdcError
-
-_CHUNK_TIMEOUT_S = 600.0  # a chunk is about a megabyte of text: a second at most
-_POLL_S = 0.2
-_CHUNKS_AHEAD = 4  # a worker, so that reading goes on while the oldest chunk is awaited
-_LINE_EVERY_S = 10.0  # of progress, where there is no bar
-_PR_SET_PDEATHSIG = 1
+from odcengine.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,33 +96,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     try:
         print(prepare(options))
-    except (_WorkerError, OSError) as error:  # OSError: a full disk
+    except (WorkerError, OSError) as error:  # OSError: a full disk
         print(f"odc prepare: error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-@contextmanager
-def _ending_cleanly() -> Iterator[Callable[[], None]]:
-    """Lets SIGINT and SIGTERM (a job's end of time) end the work between two chunks.
-
-    Yields:
-        A function that raises SystemExit once a signal has come. A handler that raises would not do: Python
-        drops exceptions in callbacks of its own, such as those around a fork.
-    """
-    received: list[int] = []
-
-    def check() -> None:
-        if received:
-            raise SystemExit(128 + received[0])
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda got, frame: received.append(got)) for number in numbers}
-    try:
-        yield check
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -156,13 +121,6 @@ class _Settings:
             "turns": self.turns,
             "chat_template_sha256": None if template is None else hashlib.sha256(template).hexdigest(),
         }
-
-
-class _WorkerError(OdcError):
-    """A worker process died or hangs."""
-
-
-_DIED = "a worker process died, perhaps killed for the memory it used; try fewer --workers"
 
 
 # ---- the whole ---------------------------------------------------------------------------------------
@@ -196,10 +154,10 @@ def prepare(options: argparse.Namespace) -> str:
     records: dict[Source, int] = dict.fromkeys(sources, 0)
     has_targets = False
     with (
-        _ending_cleanly() as check,
+        ending_cleanly() as check,
         DatasetWriter(out) as writer,
-        _Pool(workers, check) as pool,
-        _Progress(sources) as progress,
+        WorkerPool(workers, check) as pool,
+        Progress(sources) as progress,
     ):
         descriptions = [pool.submit(source.describe) for source in sources]
         jobs = (
@@ -365,7 +323,7 @@ def _source(
     }
 
 
-# ---- work in parallel --------------------------------------------------------------------------------
+# ---- what a worker does ------------------------------------------------------------------------------
 
 
 _tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
@@ -392,155 +350,7 @@ def _tokenize(settings: _Settings, kind: str, chunk: Chunk) -> Tokenized:
     )
 
 
-class _Pool:
-    """Worker processes that end with this one; with one worker everything runs in this process.
-
-    Args:
-        workers: number of processes.
-        check: called again and again while a result is awaited; ends the work by an exception.
-    """
-
-    def __init__(self, workers: int, check: Callable[[], None]) -> None:
-        self._workers = workers
-        self._check = check
-        self._executor: ProcessPoolExecutor | None = None
-        self._others = set(multiprocessing.active_children())
-        if workers > 1:
-            # Forked, because the loaded tokenizer and the opened data sets are inherited.
-            context = multiprocessing.get_context("fork")
-            self._executor = ProcessPoolExecutor(workers, context, initializer=_start_worker)
-
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._executor is None:
-            return
-        if kind is not None:  # what they do is of no use any more, and one of them may hang
-            for process in set(multiprocessing.active_children()) - self._others:
-                process.kill()
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def submit(self, function: Any) -> Any:
-        """Start a function; :meth:`result` waits for it.
-
-        Raises:
-            _WorkerError: a worker died.
-        """
-        if self._executor is None:
-            return function
-        try:
-            return self._executor.submit(function)
-        except BrokenProcessPool as error:
-            raise _WorkerError(_DIED) from error
-
-    def result(self, submitted: Any) -> Any:
-        """What a submitted function returns, or raises.
-
-        Raises:
-            _WorkerError: a worker died, or takes far too long.
-        """
-        deadline = time.monotonic() + _CHUNK_TIMEOUT_S
-        while True:
-            self._check()
-            if not isinstance(submitted, Future):
-                return submitted()
-            try:
-                return submitted.result(_POLL_S)
-            except BrokenProcessPool as error:
-                raise _WorkerError(_DIED) from error
-            except FutureTimeoutError as error:
-                if time.monotonic() > deadline:
-                    text = f"a worker has made no progress for {_CHUNK_TIMEOUT_S:.0f} s"
-                    raise _WorkerError(text) from error
-
-    def map(self, jobs: Iterable[tuple[Chunk, Any]]) -> Generator[tuple[Chunk, Tokenized], None, None]:
-        """Results in the order of the jobs; a few jobs are read ahead."""
-        pending: deque[tuple[Chunk, Any]] = deque()
-        for chunk, function in jobs:
-            # The content went to the worker; there is no need to hold it here.
-            pending.append((chunk._replace(content=()), self.submit(function)))
-            if len(pending) >= (_CHUNKS_AHEAD * self._workers if self._executor else 1):
-                chunk, submitted = pending.popleft()
-                yield chunk, self.result(submitted)
-        for chunk, submitted in pending:
-            yield chunk, self.result(submitted)
-
-
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, which ends the workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 # ---- what the user sees ------------------------------------------------------------------------------
-
-
-class _Progress:
-    """A bar on a terminal (by rich, if it is installed), else a line now and then, on stderr."""
-
-    def __init__(self, sources: list[Source]) -> None:
-        self._total = max(1, sum(source.size for source in sources))
-        self._before: dict[Source, int] = {}
-        position = 0
-        for source in sources:
-            self._before[source] = position
-            position += source.size
-        self._started = self._shown = time.perf_counter()
-        self._tokens = 0
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> _Progress:
-        if sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.progress import (
-                    BarColumn,
-                    Progress,
-                    TaskProgressColumn,
-                    TextColumn,
-                    TimeRemainingColumn,
-                )
-            except ImportError:
-                return self
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                auto_refresh=False,  # no thread beside processes that fork
-            )
-            self._task = self._bar.add_task("tokenising", total=self._total)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, chunk: Chunk, num_records: int, num_tokens: int) -> None:
-        """Account for a finished chunk.
-
-        Args:
-            chunk: the chunk.
-            num_records: records up to now.
-            num_tokens: tokens of this chunk.
-        """
-        self._tokens += num_tokens
-        now = time.perf_counter()
-        done = min(self._total, self._before[chunk.source] + chunk.position)
-        rate = self._tokens / max(now - self._started, 1e-9)
-        text = f"{num_records:,} records, {self._tokens:,} tokens, {rate:,.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=text)
-            if now - self._shown > 0.1:
-                self._bar.refresh()
-                self._shown = now
-        elif now - self._shown > _LINE_EVERY_S:
-            print(f"odc prepare: {done / self._total:.0%}, {text}", file=sys.stderr, flush=True)
-            self._shown = now
 
 
 def _info(path: Path) -> str:

@@ -1,0 +1,84 @@
+"""What the loader knows of every sample of a data set before it reads any: its length and its targets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from odcengine.data.batch import num_targets_of
+from odcengine.errors import OdcError, UsageError
+
+
+class MapDataset(Protocol):
+    """What the loader needs of a data set: a length, and samples by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Errors of the user's code say of what they come: they become a UsageError with that name."""
+    try:
+        yield
+    except OdcError:
+        raise
+    except Exception as error:
+        raise UsageError(f"data: {what} ({type(error).__name__}: {error})") from error
+
+
+def is_token_sample(sample: Any) -> bool:
+    """Whether the loader packs such samples itself."""
+    return isinstance(sample, Mapping) and "input_ids" in sample
+
+
+def measure(
+    dataset: MapDataset, length_fn: Callable[[Any], int] | None, packs: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+    """Length of each sample, and its number of targets where that can be known.
+
+    Args:
+        dataset: the data set.
+        length_fn: length of a sample, if the user gave one.
+        packs: whether samples are packed by the loader, so that their tokens can be counted.
+
+    Returns:
+        int64 of shape ``[n]`` each; None for targets that are not known.
+
+    Raises:
+        UsageError: a sample that cannot be read, a length below 1, or not one number for each sample.
+    """
+    lengths: Any = getattr(dataset, "lengths", None)
+    num_targets: Any = getattr(dataset, "num_targets", None)
+    if length_fn is not None:
+        lengths = []
+        for index in range(len(dataset)):
+            with naming(f"length_fn fails on sample {index}"):
+                lengths.append(length_fn(dataset[index]))
+    elif lengths is None and packs:
+        lengths, counted = [], []
+        for index in range(len(dataset)):
+            with naming(f"sample {index} cannot be read"):
+                sample = dataset[index]
+            counted.append(num_targets_of(sample, index))
+            lengths.append(len(sample["input_ids"]))
+        num_targets = counted if num_targets is None else num_targets
+    elif lengths is None:
+        lengths = np.ones(len(dataset), dtype=np.int64)
+    lengths = _one_per_sample(dataset, "lengths", lengths)
+    if lengths.min() < 1:
+        index = int(np.argmin(lengths))
+        raise UsageError(f"sample {index} has length {lengths[index]}, but must have at least 1")
+    return lengths, None if num_targets is None else _one_per_sample(dataset, "num_targets", num_targets)
+
+
+def _one_per_sample(dataset: MapDataset, name: str, values: Any) -> npt.NDArray[np.int64]:
+    array = np.asarray(values, dtype=np.int64)
+    if array.shape != (len(dataset),):
+        raise UsageError(f"the data set has {len(dataset)} samples, but {name} of shape {list(array.shape)}")
+    return array

@@ -1,0 +1,127 @@
+"""One rank's share of a minibatch: its micro-batches, as planned or as it draws them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from odcengine.balance.plan import Plan
+
+
+class Minibatch:
+    """One rank's share of the samples of one optimizer step: an iterable of micro-batches.
+
+    ``len(minibatch)`` is the number of micro-batches that iterating gives on this rank; other ranks may have
+    more or fewer, also none. Each iteration reads the samples anew, so it can be repeated. With ``dynamic``
+    ranks draw micro-batches until none is left: their number is not known before, and iterating again gives
+    none.
+
+    Args:
+        plan: the plan of all ranks; its positions index ``sample_ids``.
+        rank: this rank.
+        sample_ids: data set indices of the samples of all ranks.
+        index: number of this minibatch within its epoch.
+        epoch: the epoch.
+        num_targets_global: positions with a target over the samples of all ranks, or None where the data
+            set does not tell (then it has to be counted while working, and agreed on).
+        num_samples_without_targets: samples, over all ranks, that have nothing to learn; None as above.
+        load: gives the micro-batches of this minibatch, each behind the data set indices of its samples.
+        run_empty: also give a dummy for every empty micro-batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rank: int,
+        sample_ids: tuple[int, ...],
+        index: int,
+        epoch: int,
+        num_targets_global: int | None,
+        num_samples_without_targets: int | None,
+        load: Callable[[Minibatch], Generator[tuple[tuple[int, ...], Any], None, None]],
+        run_empty: bool,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.sample_ids = sample_ids
+        self.index = index
+        self.epoch = epoch
+        self.num_targets_global = num_targets_global
+        self.num_samples_without_targets = num_samples_without_targets
+        self._load = load
+        self._planned = tuple(self._ids_of(group) for group in plan.micro_batches[rank] if group or run_empty)
+        self._handed_out: tuple[int, ...] | None = None
+        self._draw: Callable[[], int] | None = None
+
+    def draw_from(self, draw: Callable[[], int]) -> None:
+        """Have iterating give the bundles that this rank draws instead of its share of the plan.
+
+        Args:
+            draw: the next number that no rank has drawn yet, from 0.
+        """
+        self._draw = draw
+
+    @property
+    def num_samples_global(self) -> int:
+        """Number of samples over all ranks."""
+        return len(self.sample_ids)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the micro-batch given last stands for an empty one: its loss must not count.
+
+        A packed dummy (:class:`~odcengine.data.MicroBatch` without samples) has no targets, so its summed
+        loss is 0 anyway. The dummy of a ``collate_fn`` of the user's is the minibatch's first sample; whoever
+        runs it multiplies its loss by 0.
+        """
+        return self._handed_out == ()
+
+    def __len__(self) -> int:
+        if self._draw is not None:
+            raise TypeError(
+                "how many micro-batches a rank draws (balance.strategy: dynamic) is not known before"
+            )
+        return len(self._planned)
+
+    @property
+    def planned(self) -> tuple[tuple[int, ...], ...] | None:
+        """Data set indices of the samples of each micro-batch of this rank; None where they are drawn."""
+        return self._planned if self._draw is None else None
+
+    def drawn(self) -> Iterator[tuple[int, ...]]:
+        """Data set indices of each micro-batch that this rank draws; each is drawn when it is asked for."""
+        bundles = self.plan.bundles
+        while self._draw is not None and (number := self._draw()) < len(bundles):
+            yield self._ids_of(bundles[number])
+
+    def _ids_of(self, positions: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([self.sample_ids[position] for position in positions])
+
+    def __iter__(self) -> Iterator[Any]:
+        with contextlib.closing(self._load(self)) as batches:
+            for sample_ids, batch in batches:
+                self._handed_out = sample_ids
+                yield batch
+        self._handed_out = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Minibatch(epoch={self.epoch}, index={self.index}, rank={self.rank}, "
+            f"micro_batches={'drawn' if self._draw else len(self)}, samples={self.num_samples_global})"
+        )
+
+
+class LocalCounter:
+    """Counts draws in one process; ranks of a job share a counter in the control block instead."""
+
+    def __init__(self) -> None:
+        self._serial, self._next = 0, 0
+
+    def __call__(self, serial: int) -> int:
+        """The next number of minibatch ``serial``, from 0."""
+        if serial != self._serial:
+            self._serial, self._next = serial, 0
+        self._next += 1
+        return self._next - 1
