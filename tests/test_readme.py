@@ -68,7 +68,7 @@ def test_commands_are_known() -> None:
 def test_prepare_then_train(checkout: Path) -> None:
     """In README's order; the launcher's example with a script of its own is the next test."""
     mine = [words for words in commands() if words[0] != "odc-launch"]
-    assert len(mine) == 7
+    assert len(mine) == 8
     for words in mine:
         done = run(words, checkout)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -81,6 +81,8 @@ def test_prepare_then_train(checkout: Path) -> None:
     assert (checkout / "demo_out" / "exported" / "model.safetensors").exists()
     assert list((written / "tensorboard").glob("events.*"))
     assert (written / "timelines" / "step000003.png").exists()
+    pictures = {path.name for path in (written / "report").iterdir()}
+    assert pictures == {"idle.png", "timeline.png", "lengths.png"}
 
 
 def test_the_script_and_the_configuration(checkout: Path) -> None:
