@@ -79,6 +79,7 @@ def test_a_node_without_torch_is_named(cluster: Cluster, tmp_path: Path) -> None
     assert "not tried" in texts(report, "warning")["small job"][1]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_a_node_that_hangs_is_named(cluster: Cluster, tmp_path: Path) -> None:
     path = broken(cluster, tmp_path, "'doctor' in sys.orig_argv", "time.sleep(60)")

@@ -352,6 +352,7 @@ def test_a_job_that_fails_names_the_first_failure(launcher: Launcher) -> None:
     assert code == 1
     assert "error    small job" in out
     assert "failed first" in out
+    assert "ConfigError: odc.node_size: 2 does not divide the 3 ranks" in out
     (folder,) = (launcher.folder / "logs").iterdir()
     assert "does not divide the 3 ranks" in (folder / "launcher.log").read_text()
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _RANKS_MARK = "@odc-ranks "
 _RANKS_MODULE = "odc_launcher.doctor.ranks"
 _CPU_RANKS = 2
+_RAISED = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception): .*)")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -249,10 +251,9 @@ def _ranks_a_node(mode: str, asked: int | None, nodes: Sequence[NodeFacts], on_c
 
 
 def _cause(errors: str) -> str:
-    """The line that names the first failure, else the last one."""
+    """The line that names the first failure, and its exception where there is one; else the last line."""
     lines = [line.removeprefix("odc-launch: ").strip() for line in errors.splitlines() if line.strip()]
-    for sign in ("failed first", "Error", "error:"):
-        found = [line for line in lines if sign in line]
-        if found:
-            return found[0]
-    return lines[-1] if lines else "no message"
+    first = next((line for line in lines if "failed first" in line or line.startswith("error:")), "")
+    raised = next((match[1] for line in lines if (match := _RAISED.search(line))), "")
+    told = "; ".join(text for text in (first, raised) if text)
+    return told or (lines[-1] if lines else "no message")

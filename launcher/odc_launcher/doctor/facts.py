@@ -104,11 +104,14 @@ def gather(
     host = read_host(master_addr)
     settings = node_settings(host, environ, job)
     gpus, unknown = visible_gpus(host.gpus.gpus, environ)
+    if unknown is not None:  # their order is not known, but what they are is
+        gpus, _ = visible_gpus(host.gpus.gpus, {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+        settings.warnings.append(unknown)
     facts = NodeFacts(
         host=environ.get("SLURMD_NODENAME", socket.gethostname()),
         versions=_versions(),
         gpus=[dataclasses.asdict(gpu) for gpu in gpus],
-        gpus_unknown=host.gpus.error or unknown,
+        gpus_unknown=host.gpus.error,
         interfaces=[dataclasses.asdict(interface) for interface in host.interfaces],
         nics=[dataclasses.asdict(nic) for nic in host.nics],
         chosen=[dataclasses.asdict(setting) for setting in settings.settings],

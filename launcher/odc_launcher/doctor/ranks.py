@@ -67,7 +67,7 @@ def main() -> int:
         result = {
             "world_size": world_size,
             "device": device.type,
-            "transport": getattr(engine.transport, "name", "none"),
+            "transport": _name_of(engine.transport),
             "num_nodes": 1 if topology is None else topology.num_nodes,
             "pulled": pulled,
             "pushed": pushed,
@@ -77,6 +77,13 @@ def main() -> int:
     if info.rank == 0:
         print(MARK + json.dumps(result), flush=True)
     return 0 if pulled and pushed else 1
+
+
+def _name_of(transport: object | None) -> str:
+    if transport is None:
+        return "none"
+    plain = type(transport).__name__.removesuffix("Transport").lower()
+    return str(getattr(transport, "name", plain))
 
 
 def _weights(number: int) -> torch.Tensor:
