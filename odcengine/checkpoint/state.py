@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from odcengine.checkpoint.plain import encode
 from odcengine.checkpoint.source import Source
+from odcengine.checkpoint.tensors import own_suffix
 from odcengine.data import MinibatchLoader
 from odcengine.errors import CheckpointError, OdcError
 
@@ -148,7 +149,7 @@ class OptimizerState:
 
 
 def _own_name(name: str, key: str, rank: int) -> str:
-    return f"{OPTIMIZER}{name}.{key}@rank{rank}"
+    return f"{OPTIMIZER}{name}.{key}{own_suffix(rank)}"
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

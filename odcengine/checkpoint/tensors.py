@@ -42,7 +42,8 @@ def chunks_of(state: Mapping[str, torch.Tensor], rank: int) -> list[Chunk]:
     """What a rank has to save of ``state``.
 
     Args:
-        state: for each name a sharded tensor, or one that is equal on all ranks.
+        state: for each name a sharded tensor, one that is equal on all ranks, or, under a name with
+            :func:`own_suffix`, one of this rank's own.
         rank: this rank; only rank 0 saves those that are equal on all.
 
     Returns:
@@ -53,7 +54,8 @@ def chunks_of(state: Mapping[str, torch.Tensor], rank: int) -> list[Chunk]:
         tensor, data = state[item.index.fqn], item.tensor_data
         assert data is not None  # every item is a tensor
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if (isinstance(tensor, DTensor) or rank == 0) and local.numel() + (tensor.dim() == 0):
+        mine = isinstance(tensor, DTensor) or rank == 0 or item.index.fqn.endswith(own_suffix(rank))
+        if mine and local.numel():
             chunks.append(Chunk(item.index.fqn, tuple(data.size), tuple(data.chunk.offsets), local.detach()))
     return chunks
 
@@ -176,6 +178,11 @@ def write_chunks(
     finally:
         os.close(fd)
     return records
+
+
+def own_suffix(rank: int) -> str:
+    """End of the names of tensors that only rank ``rank`` has."""
+    return f"@rank{rank}"
 
 
 def file_of(rank: int) -> str:

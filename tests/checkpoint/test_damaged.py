@@ -357,7 +357,7 @@ def _pristine(folder: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "count", [72, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+    "count", [2 * len(KINDS), pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
 def test_damaged(count: int, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"

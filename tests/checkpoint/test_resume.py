@@ -22,7 +22,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2x2": (4, HYBRID),
     "collective": (2, {"transport": "collective"}),
 }
-SOME = ("1", "3", "2x2")
+SAMPLE = ("1", "3", "2x2")  # in the default run; all of them in the soak
 
 
 @functools.cache
@@ -40,7 +40,9 @@ def _difference(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
     return max(float((found[name] - right[name]).abs().max()) for name in right)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS]
+)
 def test_goes_on_like_the_uninterrupted_run(layout: str) -> None:
     world_size, odc = LAYOUTS[layout]
     folder, right = _saved()

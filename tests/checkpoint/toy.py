@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import odcengine
 from odcengine.data import MicroBatch
@@ -89,14 +89,6 @@ def config_for(
     }
 
 
-def digest(engine: odcengine.OdcEngine) -> str:
-    """Of all this rank has of weights and optimizer state."""
-    state = hashlib.sha256()
-    for _, parameter in sorted(engine.module.named_parameters()):
-        state.update(parameter.detach().to_local().contiguous().numpy().tobytes())
-    return state.hexdigest()
-
-
 def start(
     config: Any, dtype: torch.dtype = torch.float64, dropout: float = 0.0
 ) -> tuple[odcengine.OdcEngine, Any]:
@@ -128,14 +120,16 @@ def steps(engine: odcengine.OdcEngine, loader: Any, count: int) -> dict[str, Any
 
 def whole(engine: odcengine.OdcEngine) -> dict[str, torch.Tensor]:
     """Weights and optimizer state, put together from all ranks."""
-    found = {
-        name: parameter.detach().full_tensor().clone() for name, parameter in engine.module.named_parameters()
-    }
+
+    def full(tensor: Any) -> torch.Tensor:
+        together = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return together.detach().cpu().clone()
+
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    found = {name: full(parameter) for name, parameter in engine.module.named_parameters()}
     for parameter, state in engine.optimizer.state.items():
         for key, value in state.items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[f"{names[id(parameter)]}/{key}"] = full.clone()
+            found[f"{names[id(parameter)]}/{key}"] = full(value)
     return found
 
 
@@ -166,7 +160,7 @@ def train(
         client_state=engine.client_state,
         at_save=at_save,
         weights=whole(engine),
-        buffers={name: buffer.clone() for name, buffer in engine.module.named_buffers()},
+        buffers={name: buffer.cpu().clone() for name, buffer in engine.module.named_buffers()},
         tied=engine.module.head.weight is engine.module.embed.weight,
     )
     engine.close()
