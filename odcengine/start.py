@@ -148,7 +148,7 @@ def _join(info: RankInfo, config: Config) -> Job:
         token=tokens[watched.peers[0]],
         timeout_s=options.timeout_s,
         startup_timeout_s=options.startup_timeout_s,
-        store=_open_store(watched, exchange, startup) if watched.num_nodes > 1 else None,
+        store=_open_store(watched, info, exchange, startup) if watched.num_nodes > 1 else None,
         error_file=info.error_file,
     )
     at_exit = functools.partial(_abandon, _groups(start_group, host_group, node_group, between_nodes))
@@ -308,16 +308,23 @@ def _choose_nodes(topology: Topology, config: Config, device: Device) -> Topolog
 
 
 def _open_store(
-    topology: Topology, exchange: Callable[[str], Sequence[str]], timeout: datetime.timedelta
+    topology: Topology,
+    info: RankInfo,
+    exchange: Callable[[str], Sequence[str]],
+    timeout: datetime.timedelta,
 ) -> TCPStore:
-    """A key-value store on rank 0's host, for signs of life and failures between nodes."""
+    """A key-value store on rank 0's host, for signs of life and failures between nodes.
+
+    It is reached where the ranks have met already: a host's own name may mean nothing to the others.
+    """
+    host = socket.gethostname() if info.rendezvous is None else info.rendezvous.rpartition(":")[0]
     serving = None
     if topology.rank == 0:
-        serving = TCPStore(topology.hosts[0], 0, is_master=True, timeout=timeout, wait_for_workers=False)
-    address = exchange(json.dumps([socket.gethostname(), serving.port if serving else 0]))[0]
+        serving = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    told = exchange(json.dumps([host, serving.port if serving else 0]))[0]
     if serving is not None:
         return serving
-    host, port = json.loads(address)
+    host, port = json.loads(told)
     return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
