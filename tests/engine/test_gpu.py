@@ -13,7 +13,7 @@ import torch
 from distributed import RankResult, run_ranks, values
 
 import odcengine
-from engine.test_exactness import BY_NAME, CASES, _norm_tolerance, _reference
+from engine.test_exactness import BY_NAME, CASES, _norm_tolerance, reference_of
 from engine.toy import STEPS, compare, config_for, loss_of, make_model, micro_batches, reference, train
 
 pytestmark = pytest.mark.multi_gpu
@@ -62,7 +62,7 @@ def test_equals_one_process(name: str, layout: str) -> None:
         pytest.skip("ranks run different modules, which collectives cannot")
     equal = layout in EQUAL_COUNTS
     case = BY_NAME[name]
-    right = reference(case, world_size, equal=True) if equal else _reference(name, world_size)
+    right = reference(case, world_size, equal=True) if equal else reference_of(name, world_size)
     errors = compare(case, [result[name] for result in values(_layout(layout))], right)
     # A GPU's bf16 kernels round their partial sums elsewhere than the reference's.
     noise = 2e-2 if case.exact_steps < STEPS else 0.0
