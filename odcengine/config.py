@@ -622,6 +622,12 @@ class Launch(_Section):
     srun_args: tuple[str, ...] = Field(default=(), description="Further options of srun.")
     mpirun_args: tuple[str, ...] = Field(default=(), description="Further options of mpirun.")
     max_restarts: Int = Field(
+        default=0,
+        ge=0,
+        description="How often ranks that failed are started again, by the launch that started all of them, "
+        "on the nodes that are left.",
+    )
+    max_requeues: Int = Field(
         default=0, ge=0, description="How often a SLURM job that ends with exit code 75 is requeued."
     )
 

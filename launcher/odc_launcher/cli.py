@@ -18,7 +18,8 @@ from odcengine._version import __version__
 from odcengine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from odc_launcher.job import Wish
+    from odc_launcher.failure import Outcome
+    from odc_launcher.job import JobPlan, Wish
     from odc_launcher.plan import Machine, Request
     from odcengine.config import Config
 
@@ -126,7 +127,8 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         sbatch_args=(*choose(None, "sbatch_args", ()), *options.sbatch_arg),
         srun_args=(*choose(None, "srun_args", ()), *options.srun_arg),
         mpirun_args=(*choose(None, "mpirun_args", ()), *options.mpirun_arg),
-        max_restarts=choose(None, "max_restarts", 0),
+        max_restarts=choose(options.max_restarts, "max_restarts", 0),
+        max_requeues=choose(None, "max_requeues", 0),
         options=_repeated(options),
     )
     has_srun, has_sbatch = (step.find_program(name) is not None for name in ("srun", "sbatch"))
@@ -140,7 +142,7 @@ def _start_here(
     request: Request, wish: Wish, options: argparse.Namespace, config: Config | None, *, adopt: bool
 ) -> int:
     """Starts all ranks of the job, or those of this task of srun or mpirun."""
-    from odc_launcher import host, job, local, memory, printing, step
+    from odc_launcher import host, job, local, memory, printing, restart, step
     from odc_launcher import plan as planning
 
     place = None
@@ -186,17 +188,34 @@ def _start_here(
             signal.signal(number, signal.SIG_IGN)
         if first and place.reported_above:
             step.announce(plan.log_dir, os.environ)
-    code = local.run(plan)
-    if place is not None and first and not place.reported_above:
-        step.requeue(os.environ, code, wish.max_restarts)
-    return code
+    if place is not None:
+        code = local.run(plan).code
+        if first and not place.reported_above:
+            step.requeue(os.environ, code, wish.max_requeues)
+        return code
+
+    def start(done: int) -> Outcome:
+        if not done:
+            return local.run(plan)
+        port = dataclasses.replace(machine, master_port=_machine(os.environ).master_port)
+        return local.run(planning.make_plan(_again(request, plan.log_dir, done), os.environ, port))
+
+    return restart.run(start, wish.max_restarts)
+
+
+def _again(request: Request, log_dir: str, done: int) -> Request:
+    """What is asked for once more."""
+    from odc_launcher import restart
+
+    env = {**request.env, "ODC_RESTART_COUNT": str(done)}
+    return dataclasses.replace(request, log_dir=restart.log_folder(log_dir, done), env=env)
 
 
 def _start_elsewhere(
     request: Request, wish: Wish, options: argparse.Namespace, config: Config | None, mode: str
 ) -> int:
     """Has srun, mpirun or sbatch start the ranks."""
-    from odc_launcher import job, memory, mpi, printing, step
+    from odc_launcher import job, memory, mpi, printing, restart, step
     from odcengine.topology import job_port
 
     machine = _machine(os.environ, 0, check=False)
@@ -204,16 +223,19 @@ def _start_elsewhere(
     port = job_port(seed) if "MASTER_PORT" not in os.environ else _port(os.environ["MASTER_PORT"])
     name = job.run_name(os.environ, machine.run_name)
     machine = dataclasses.replace(machine, master_port=port, run_name=name)
-    if mode == "submit":
-        plan = job.plan_submission(request, wish, os.environ, machine)
-    elif mode == "slurm":
-        plan = job.plan_step(request, wish, os.environ, machine, address_of)
-    else:
+
+    def make_plan(request: Request, wish: Wish, environ: Mapping[str, str], machine: Machine) -> JobPlan:
+        if mode == "submit":
+            return job.plan_submission(request, wish, environ, machine)
+        if mode == "slurm":
+            return job.plan_step(request, wish, environ, machine, address_of)
         program = step.find_program("mpirun", "mpiexec")
         if program is None:
             raise ConfigError("--launcher mpi: neither mpirun nor mpiexec is installed here")
         flavor = mpi.flavor_of(step.version_of(program))
-        plan = job.plan_mpi(request, wish, os.environ, machine, flavor, program, address_of)
+        return job.plan_mpi(request, wish, environ, machine, flavor, program, address_of)
+
+    plan = make_plan(request, wish, os.environ, machine)
     for warning in plan.warnings:
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if options.plan is not None:
@@ -225,8 +247,25 @@ def _start_elsewhere(
     if mode == "submit":
         return step.submit(plan)
     print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
-    code = step.run(plan)
-    step.requeue(os.environ, code, wish.max_restarts)
+
+    def start(done: int) -> Outcome:
+        if not done:
+            return step.run(plan)
+        environ, ask = dict(os.environ), wish
+        if mode == "slurm":
+            states = restart.node_states(plan.hosts)
+            environ, missing = restart.healthy_environ(environ, plan.hosts, states)
+            if missing:
+                print(f"odc-launch: without {', '.join(missing)}, which SLURM calls down", file=sys.stderr)
+                nodelist = f"--nodelist={environ['SLURM_JOB_NODELIST']}"
+                ask = dataclasses.replace(wish, nodes=None, srun_args=(*wish.srun_args, nodelist))
+        assert plan.log_dir is not None  # only a submission has none
+        other = job_port(f"{seed} restart {done}") if "MASTER_PORT" not in os.environ else port
+        again = dataclasses.replace(machine, master_port=other)
+        return step.run(make_plan(_again(request, plan.log_dir, done), ask, environ, again), environ)
+
+    code = restart.run(start, wish.max_restarts)
+    step.requeue(os.environ, code, wish.max_requeues)
     return code
 
 
@@ -292,6 +331,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             type=int,
             metavar="N",
             help="number of nodes; outside of an allocation of SLURM a job for them is submitted",
+        ),
+        parser.add_argument(
+            "--max-restarts",
+            type=int,
+            metavar="N",
+            help="how often ranks that failed are started again, on the nodes that are left (default: "
+            "launch.max_restarts of the config, else 0)",
         ),
         parser.add_argument("--hostfile", metavar="FILE", help="hosts for mpirun, that of rank 0 first"),
         parser.add_argument("--container-image", metavar="IMAGE", help="passed to srun (pyxis)"),
@@ -393,6 +439,7 @@ def _repeated(options: argparse.Namespace) -> tuple[str, ...]:
     """What a submitted job cannot read from the config file."""
     image = options.container_image
     words = [] if image is None else [f"--container-image={image}"]
+    words += [] if options.max_restarts is None else [f"--max-restarts={options.max_restarts}"]
     return (*words, *(f"--srun-arg={arg}" for arg in options.srun_arg))
 
 

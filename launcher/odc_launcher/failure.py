@@ -58,6 +58,21 @@ class RankEnd:
     stopped_by: str | None = None
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        code: exit code of the launch.
+        first: the end of the rank that failed first; None where none failed, or none told.
+        stopped: whether the launcher was told to stop.
+    """
+
+    code: int
+    first: RankEnd | None
+    stopped: bool
+
+
 def write_end(end: RankEnd, error_path: str) -> None:
     """Stores a rank's end beside its error file, for the launch that started the step.
 

@@ -39,7 +39,8 @@ class Wish:
         hostfile: MPI's file of hosts.
         container_image: for srun.
         sbatch_args, srun_args, mpirun_args: further options.
-        max_restarts: how often a job is requeued.
+        max_restarts: how often failed ranks are started again.
+        max_requeues: how often a job is requeued.
         options: those of the command line that a submitted job has to repeat.
     """
 
@@ -52,6 +53,7 @@ class Wish:
     srun_args: tuple[str, ...] = ()
     mpirun_args: tuple[str, ...] = ()
     max_restarts: int = 0
+    max_requeues: int = 0
     options: tuple[str, ...] = ()
 
 
@@ -327,7 +329,8 @@ def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], ma
         nproc=nproc,
         command=command,
         cwd=machine.cwd,
-        sbatch_args=wish.sbatch_args,
+        # Else the end of a node is the end of the job.
+        sbatch_args=(*(("--no-kill",) if wish.max_restarts and nodes > 1 else ()), *wish.sbatch_args),
     )
     exports = any(arg.partition("=")[0] == "--export" for arg in wish.sbatch_args)
     return JobPlan(

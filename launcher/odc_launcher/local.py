@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 _NEVER = float("inf")
 
 
-def run(plan: LaunchPlan) -> int:
+def run(plan: LaunchPlan) -> failure.Outcome:
     """Runs a plan on this host until every rank has ended.
 
     Every rank is the leader of a session and process group of its own, is killed by the kernel when the
@@ -41,7 +41,7 @@ def run(plan: LaunchPlan) -> int:
     has ended, what is left of the groups is ended too.
 
     Returns:
-        0, or the exit code of the rank that failed first (128 + N for signal N), or 1 where the system
+        With exit code 0, or that of the rank that failed first (128 + N for signal N), or 1 where the system
         could not start a process.
 
     Raises:
@@ -52,7 +52,7 @@ def run(plan: LaunchPlan) -> int:
         launch = _Launch(plan, ranks, wakeup)
         try:
             if not launch.start(caught):
-                return 1
+                return failure.Outcome(1, None, stopped=True)
             launch.watch()
             return launch.conclude()
         finally:
@@ -346,8 +346,8 @@ class _Launch:
                     ended_by_launcher=True,
                 )
 
-    def conclude(self) -> int:
-        """Shows the rest of the output, tells the first failure, and returns the exit code."""
+    def conclude(self) -> failure.Outcome:
+        """Shows the rest of the output, and tells the first failure."""
         for rank in self._ranks:
             self._drain(rank)
             self._close_pipe(rank)
@@ -369,7 +369,8 @@ class _Launch:
             for line in failure.report(ends, self._passed_on):
                 self._note(line)
         first = failure.primary(ends)
-        return 0 if first is None else failure.exit_code(first.returncode)
+        code = 0 if first is None else failure.exit_code(first.returncode)
+        return failure.Outcome(code, first, stopped=self._stop_signal is not None)
 
     def close(self) -> None:
         for rank in self._ranks:

@@ -226,17 +226,17 @@ def job_id(environ: Mapping[str, str]) -> str:
     return f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
 
 
-def requeue_argv(environ: Mapping[str, str], exit_code: int, max_restarts: int) -> tuple[str, ...] | None:
+def requeue_argv(environ: Mapping[str, str], exit_code: int, max_requeues: int) -> tuple[str, ...] | None:
     """The command that makes the job run again; None where it should not.
 
     Args:
         environ: the environment inside the job.
         exit_code: how the ranks ended.
-        max_restarts: how often it may, by ``SLURM_RESTART_COUNT``.
+        max_requeues: how often it may, by ``SLURM_RESTART_COUNT``.
     """
     if exit_code != REQUEUE_EXIT_CODE or "SLURM_JOB_ID" not in environ:
         return None
-    if (_number(environ, "SLURM_RESTART_COUNT") or 0) >= max_restarts:
+    if (_number(environ, "SLURM_RESTART_COUNT") or 0) >= max_requeues:
         return None
     return ("scontrol", "requeue", job_id(environ))
 

@@ -96,9 +96,9 @@ def submit(plan: JobPlan) -> int:
     return 0
 
 
-def requeue(environ: Mapping[str, str], exit_code: int, max_restarts: int) -> None:
+def requeue(environ: Mapping[str, str], exit_code: int, max_requeues: int) -> None:
     """Makes SLURM run the job again where the ranks ask for it. A failure is told and changes nothing."""
-    argv = slurm.requeue_argv(environ, exit_code, max_restarts)
+    argv = slurm.requeue_argv(environ, exit_code, max_requeues)
     if argv is None:
         return
     if _is_cancelled(argv[-1]):
@@ -123,12 +123,16 @@ def _is_cancelled(job: str) -> bool:
     return False
 
 
-def run(plan: JobPlan) -> int:
+def run(plan: JobPlan, environ: Mapping[str, str] | None = None) -> failure.Outcome:
     """Starts the step and waits for it; signals are passed on to all of its ranks.
 
+    Args:
+        plan: the step.
+        environ: what its command inherits; by default this process's environment.
+
     Returns:
-        0, or the exit code of the rank that failed first, or that of srun or mpirun where no rank tells of a
-        failure.
+        With exit code 0, or that of the rank that failed first, or that of srun or mpirun where no rank tells
+        of a failure.
 
     Raises:
         ConfigError: the log folder cannot be written, or the command cannot be started.
@@ -142,14 +146,15 @@ def run(plan: JobPlan) -> int:
         raise ConfigError(
             f"cannot write logs: {plan.log_dir}: {error.strerror}; choose another folder with --log-dir"
         ) from error
-    environ = {name: value for name, value in os.environ.items() if name not in plan.unset} | plan.env
+    inherited = os.environ if environ is None else environ
+    env = {name: value for name, value in inherited.items() if name not in plan.unset} | plan.env
     with caught_signals(parse_signals(plan.request.signals)[0]) as (caught, wakeup):
         # Held back until the child has set its own handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, caught)
         try:
             process = subprocess.Popen(
                 plan.argv,
-                env=environ,
+                env=env,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 preexec_fn=ChildSetup(caught, signal.SIGTERM),
@@ -158,26 +163,31 @@ def run(plan: JobPlan) -> int:
             raise ConfigError(f"{plan.argv[0]} cannot be started: {error}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
-        returncode = _Watch(plan, process, wakeup).wait()
+        watch = _Watch(plan, process, wakeup)
+        returncode = watch.wait()
     ends = failure.read_ends(plan.log_dir)
     for line in failure.report(ends):
         _note(line)
     first = failure.primary(ends)
     if first is not None:
-        return failure.exit_code(first.returncode)
+        return failure.Outcome(failure.exit_code(first.returncode), first, stopped=watch.stopping)
     if returncode:
         _note(f"{plan.argv[0]} ended with {failure.describe(returncode)}; it says why above")
-    return failure.exit_code(returncode)
+    return failure.Outcome(failure.exit_code(returncode), None, stopped=watch.stopping)
 
 
 class _Watch:
-    """Waits for srun or mpirun and passes signals on."""
+    """Waits for srun or mpirun and passes signals on.
+
+    Attributes:
+        stopping: a signal has asked for the end.
+    """
 
     def __init__(self, plan: JobPlan, process: subprocess.Popen[bytes], wakeup: int) -> None:
         self._plan = plan
         self._process = process
         self._wakeup = wakeup
-        self._stopping = False
+        self.stopping = False
         self._waiting: list[signal.Signals] = []  # the step has not told its number yet
         self._term_at = self._kill_at = float("inf")
 
@@ -205,11 +215,11 @@ class _Watch:
 
     def _take(self, number: signal.Signals) -> None:
         if number in _STOPS:
-            if self._stopping:
+            if self.stopping:
                 _note(f"{number.name} again: ending all ranks")
                 self._term_at = 0.0
                 return
-            self._stopping = True
+            self.stopping = True
             grace_s = self._plan.request.grace_after(number)
             _note(
                 f"{number.name}: passed on to the ranks, which have {grace_s:g} s to end; "

@@ -157,7 +157,7 @@ def test_array_member_is_requeued_by_its_own_name(cluster: Cluster, tmp_path: Pa
     """User case 3 on a real array: its first member has the array's number."""
     source = "import os, sys\nsys.exit(75 if os.environ['SLURM_ARRAY_TASK_ID'] == '1' else 0)\n"
     script = write(tmp_path, source)
-    (tmp_path / "c.yaml").write_text("train_batch_size: 8\nlaunch: {max_restarts: 1, nodes: 2}\n")
+    (tmp_path / "c.yaml").write_text("train_batch_size: 8\nlaunch: {max_requeues: 1, nodes: 2}\n")
     code, out, err = cluster.run(
         tmp_path, *cluster.launch("--config", "c.yaml", "--sbatch-arg=--array=1-2", script)
     )

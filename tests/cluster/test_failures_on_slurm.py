@@ -1,0 +1,120 @@
+"""Preemption, requeue and a node that is lost, on a real SLURM of two nodes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster, wait_until
+
+TRAIN = """
+import sys, time
+from pathlib import Path
+import torch
+import odcengine
+from odcengine.topology import read_rank_info
+
+info = read_rank_info()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+engine, *_ = odcengine.initialize(model=model)
+folder, last, slow = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+with (folder / f"begins{info.rank}").open("a") as file:
+    file.write(f"{engine.global_steps} of {info.world_size}\\n")
+while engine.global_steps < last:
+    loss = engine(torch.ones(2, 4)).sum()
+    if engine.global_steps == slow:
+        (folder / f"slow{info.rank}").touch()
+        time.sleep(2.0)
+    engine.backward(loss, count=2)
+    engine.step()
+(folder / f"done{info.rank}").touch()
+"""
+
+CONFIG = """\
+train_batch_size: 8
+optimizer: {type: SGD, params: {lr: 0.01}}
+checkpoint: {dir: saved, every_n_steps: %s}
+odc: {timeout_s: 20, sharding: hybrid}
+launch: {log_dir: logs, %s}
+"""
+
+
+def prepare(folder: Path, *, every: int, launch: str) -> None:
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "c.yaml").write_text(CONFIG % (every, launch))
+
+
+def begins(folder: Path, rank: int = 0) -> list[str]:
+    path = folder / f"begins{rank}"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.timeout(240)
+def test_array_member_is_warned_saves_is_requeued_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """User cases 3 and 4: `scancel --signal` (as --signal=USR1@300 does) to a member of an array."""
+    prepare(tmp_path, every=0, launch="max_requeues: 1, nodes: 2, nproc_per_node: 1")
+    words = ["--config", "c.yaml", "--sbatch-arg=--array=1", "train.py", str(tmp_path), "30", "3"]
+    code, out, err = cluster.run(tmp_path, *cluster.launch(*words))
+    assert code == 0, err
+    job = f"{out.strip()}_1"
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("slow*"))) == 2, "both ranks are in step 3", 60)
+        assert cluster.run(tmp_path, "scancel", "--signal=USR1", job)[0] == 0
+        wait_until(lambda: "Restarts=1" in cluster.state(job), "the member is requeued", 60)
+        assert (tmp_path / "saved" / "latest").read_text().strip() == "step_4"
+        cluster.wait_for(job, ["PENDING"])
+        # SLURM waits two minutes by itself before it runs a job again: a node refuses what it has just killed.
+        code, _, err = cluster.run(tmp_path, "scontrol", "update", f"JobId={job}", "StartTime=now+4")
+        assert code == 0, err
+        wait_until(lambda: len(list(tmp_path.glob("done*"))) == 2, "the second run ends", 60)
+        assert begins(tmp_path, 0) == begins(tmp_path, 1) == ["0 of 2", "4 of 2"]
+        cluster.wait_for(job, ["COMPLETED"])
+    finally:
+        cluster.run(tmp_path, "scancel", out.strip())
+
+
+@pytest.mark.timeout(120)
+def test_time_limit_warns_by_signal(cluster: Cluster, tmp_path: Path) -> None:
+    prepare(tmp_path, every=0, launch="nodes: 2, nproc_per_node: 1")
+    limit = ["--sbatch-arg=--time=1", "--sbatch-arg=--signal=USR1@60"]  # at once: SLURM counts in minutes
+    words = ["--config", "c.yaml", *limit, "train.py", str(tmp_path), "1000000", "-1"]
+    code, out, err = cluster.run(tmp_path, *cluster.launch(*words))
+    assert code == 0, err
+    state = cluster.wait_for(out.strip(), ["FAILED", "COMPLETED", "TIMEOUT"], 100)
+    assert "ExitCode=75:0" in state
+    (saved,) = (tmp_path / "saved").glob("step_*")
+    assert (tmp_path / "saved" / "latest").read_text().strip() == saved.name
+
+
+@pytest.mark.timeout(240)
+def test_lost_node_leaves_a_run_on_the_other(cluster: Cluster, tmp_path: Path) -> None:
+    prepare(tmp_path, every=2, launch="max_restarts: 1, nproc_per_node: 1")
+    words = ["--config", "c.yaml", "train.py", str(tmp_path), "40", "21"]
+    process = cluster.start(
+        tmp_path,
+        "salloc",
+        "--quiet",
+        "--no-kill",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        *cluster.launch(*words),
+    )
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("slow*"))) == 2, "both ranks are in step 21", 60)
+        words = ["scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test"]
+        assert cluster.run(tmp_path, *words)[0] == 0
+        out, err = process.communicate(timeout=150)
+        assert process.returncode == 0, out + err
+        assert "restart 1 of 1: the ranks go on from the newest checkpoint" in err
+        assert "without n2, which SLURM calls down" in err
+        first, second = begins(tmp_path)
+        assert first == "0 of 2"
+        step = re.fullmatch(r"(\d+) of 1", second)
+        assert step is not None
+        assert int(step.group(1)) in range(16, 24, 2), second
+        assert (tmp_path / "done0").exists()
+    finally:
+        process.kill()
+        cluster.run(tmp_path, "scontrol", "update", "NodeName=n2", "State=RESUME")
