@@ -321,7 +321,7 @@ def window_error(mpi: Mpi, error: Exception) -> OdcError:
             "mpi4py.rc.thread_level = 'serialized' before mpi4py.MPI is imported"
         )
     return OdcError(
-        f"odc.transport: mpi: {mpi.version} made no window ({error}). With Open MPI `ompi_info | grep osc` "
-        "shows the components for one-sided operations; `mpirun --mca osc pt2pt` takes the one that works "
-        "everywhere"
+        f"odc.transport: mpi: {mpi.version} made no window ({error}). Between hosts without RDMA Open MPI 4 "
+        "needs its component for TCP, which Debian and Ubuntu switch off: `mpirun --mca osc pt2pt`, or "
+        "OMPI_MCA_osc=pt2pt in the environment; `ompi_info | grep osc` lists the components"
     )

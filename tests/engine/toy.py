@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,7 +183,7 @@ def train(
         )
 
     optimizer.register_step_pre_hook(keep)
-    losses, norms, evaluations = [], [], []
+    losses, norms, evaluations, all_metrics = [], [], [], []
     for step in range(steps):
         for number, micro_batch in enumerate(micro_batches(case.name, step, world_size, equal)[rank]):
             if delay is not None:
@@ -190,6 +191,7 @@ def train(
             loss, count = loss_of(engine, micro_batch)
             engine.backward(loss, count=count)
         metrics = engine.step()
+        all_metrics.append(metrics)
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)
         if case.evaluate and rank != step % world_size:
@@ -202,6 +204,8 @@ def train(
         "losses": losses,
         "norms": norms,
         "evaluations": evaluations,
+        "metrics": all_metrics,
+        "host": socket.gethostname(),
     }
 
 
