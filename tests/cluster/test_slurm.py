@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi_ranks import needs_mpi
 from slurm_cluster import ROOT, Cluster, wait_until
 
 TRAIN = ROOT / "tests" / "cluster" / "train_ranks.py"
@@ -269,6 +270,23 @@ def test_two_nodes_of_two_ranks_train_exactly_with_two_level_windows(
     assert code == 0, out + err
     ranks = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(4)]
     errors = compare(CASE, ranks, reference(CASE, 4, steps=STEPS))
+    assert max(errors.values()) < 1e-10, errors
+
+
+@needs_mpi
+@pytest.mark.timeout(180)
+def test_ranks_of_srun_train_exactly_with_windows_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
+    """MPI started by SLURM's PMIx, without mpirun; on one node, as two of a host would share a folder."""
+    import torch
+    from engine.toy import compare, reference
+    from train_ranks import CASE, STEPS
+
+    settings = {"sharding": "full", "transport": "mpi"}
+    launch = cluster.launch("--log-dir", "logs", str(TRAIN), str(tmp_path), json.dumps(settings))
+    code, out, err = cluster.run(tmp_path, "srun", "--mpi=pmix", "--nodes=1", "-n2", *launch, timeout_s=120)
+    assert code == 0, out + err
+    ranks = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(2)]
+    errors = compare(CASE, ranks, reference(CASE, 2, steps=STEPS))
     assert max(errors.values()) < 1e-10, errors
 
 
