@@ -8,13 +8,17 @@ odc-launch, too: the process that mpirun has started is not the one that calls M
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +95,68 @@ def _in_mpi(rank: int, world_size: int, function: Callable[..., Any], args: Sequ
     value = function(rank, world_size, *args)
     mpi.finish()  # multiprocessing's children run no exit handlers
     return value
+
+
+class Pool:
+    """Ranks of one ``mpirun`` that run one function after the other, until one of them fails.
+
+    Args:
+        world_size: number of ranks.
+        options: of mpirun.
+    """
+
+    def __init__(self, world_size: int, *options: str) -> None:
+        self._world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="odc-pool-")
+        self._tasks = 0
+        self._thread = threading.Thread(target=self._run, args=(options,))
+        self._thread.start()
+
+    def _run(self, options: Sequence[str]) -> None:
+        run_mpi_ranks(_work, self._world_size, self._folder.name, options=options, timeout_s=300)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[RankResult]:
+        """As ``run_ranks``."""
+        folder, number, start = Path(self._folder.name), self._tasks, time.monotonic()
+        self._tasks += 1
+        _write(folder / f"task{number}", (function, args))
+        paths = [folder / f"result{number}-{rank}" for rank in range(self._world_size)]
+        while not all(path.exists() for path in paths) and time.monotonic() - start < timeout_s:
+            time.sleep(0.005)
+        results = []
+        for rank, path in enumerate(paths):
+            found = pickle.loads(path.read_bytes()) if path.exists() else {"hung": True}
+            results.append(RankResult(rank, exit_code=0, seconds=time.monotonic() - start, **found))
+        return results
+
+    def close(self) -> None:
+        """End the ranks."""
+        _write(Path(self._folder.name, f"task{self._tasks}"), None)
+        self._thread.join()
+        self._folder.cleanup()
+
+
+def _write(path: Path, value: Any) -> None:
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_bytes(pickle.dumps(value))
+    temporary.rename(path)
+
+
+def _work(rank: int, world_size: int, folder: str) -> None:
+    """What a rank of a pool does."""
+    for number in itertools.count():
+        path = Path(folder, f"task{number}")
+        while not path.exists():
+            time.sleep(0.005)
+        task = pickle.loads(path.read_bytes())
+        if task is None:
+            return
+        try:
+            result = {"value": task[0](rank, world_size, *task[1])}
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}", "error_type": type(error).__name__}
+        _write(Path(folder, f"result{number}-{rank}"), result)
 
 
 def run_mpi_ranks(

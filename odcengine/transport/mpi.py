@@ -428,7 +428,7 @@ class MpiTransport(Transport):
                 "component of Open MPI (mpirun --mca osc pt2pt, or rdma, ucx)"
             )
         if self.control.topology.rank == 0:
-            how = "alone" if alone else f"by a helper thread that enters MPI every {NAP_S * 1e3:g} ms"
+            how = "alone" if alone else "by a helper thread that enters MPI about every 0.1 ms"
             logger.info("%s makes progress %s", self._mpi.version, how)
 
     def _is_served(self, offset: int, loop_s: float) -> bool:

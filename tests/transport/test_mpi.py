@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import RankResult, run_ranks, values
-from mpi_ranks import WITHOUT_SHARED_MEMORY, mpirun, needs_mpi, run_mpi_ranks
+from mpi_ranks import WITHOUT_SHARED_MEMORY, Pool, mpirun, needs_mpi, run_mpi_ranks
 from torch import nn
 from transport import conformance
 from transport.conformance import (
@@ -55,16 +57,41 @@ class MpiBackend(Backend):
         return run_mpi_ranks(function, *args, options=self.options, **settings)
 
 
+class Pooled(MpiBackend):
+    """The same on processes that are there already: nothing may go wrong in them."""
+
+    def run(self, function: Callable[..., Any], *args: Any, **settings: Any) -> list[RankResult]:
+        world_size, *rest = args
+        return _pool(world_size, self.options).run(function, *rest, timeout_s=settings["timeout_s"])
+
+
+_POOLS = contextlib.ExitStack()
+
+
+@functools.cache
+def _pool(world_size: int, options: tuple[str, ...]) -> Pool:
+    pool = Pool(world_size, *options)
+    _POOLS.callback(pool.close)
+    return pool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pools_end() -> Iterator[None]:
+    with _POOLS:
+        yield
+    _pool.cache_clear()
+
+
 @needs_mpi
 @pytest.mark.parametrize("case", conformance.SUCCESS, ids=lambda case: case.__name__)
 def test_works(case: Callable[[Backend], None]) -> None:
-    case(MpiBackend(TWO_NODES))
+    case(Pooled(TWO_NODES))
 
 
 @needs_mpi
 @pytest.mark.parametrize("case", conformance.ADDRESSING, ids=lambda case: case.__name__)
 def test_works_on_one_node_without_shared_memory(case: Callable[[Backend], None]) -> None:
-    case(MpiBackend(ONE_NODE, options=WITHOUT_SHARED_MEMORY))
+    case(Pooled(ONE_NODE, options=WITHOUT_SHARED_MEMORY))
 
 
 @needs_mpi
