@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.odcengine-installed
 
-CLUSTER_PACKAGES := slurm-wlm munge openmpi-bin libopenmpi-dev
+CLUSTER_PACKAGES := slurm-wlm munge openmpi-bin libopenmpi-dev iproute2
 
 .PHONY: install demo test check soak dist cluster-packages clean
 

@@ -12,6 +12,7 @@ from odcengine.errors import PeerError
 from odcengine.topology import Topology
 
 _INTERVAL_S = 2.0
+_LOOK_WHO_LEFT_S = 0.02
 
 
 class Store(Protocol):
@@ -49,6 +50,8 @@ class OtherNodes:
         self._interval_s = min(_INTERVAL_S, timeout_s / 6)
         self._next_exchange = 0.0
         self._next_look = 0
+        self._num_left = 0
+        self._next_count = 0.0
         self._drawn_from: int | None = None  # the minibatch that this rank has drawn from last
 
     def draw(self, serial: int) -> int:
@@ -63,6 +66,19 @@ class OtherNodes:
                 f"the store between the nodes does not answer ({error}); is rank 0 gone?"
             ) from error
         return number
+
+    def say_left(self) -> None:
+        """This rank asks the store no more. Never raises."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add("left", 1)
+
+    def all_left(self) -> bool:
+        """Whether all ranks but the one that serves the store have said so; looked up now and then."""
+        if time.monotonic() >= self._next_count:
+            self._next_count = time.monotonic() + _LOOK_WHO_LEFT_S
+            with self._store_errors():
+                self._num_left = self._store.add("left", 0)
+        return self._num_left >= self._topology.world_size - 1
 
     def exchange(self, *, now: bool = False) -> None:
         """Show this node's progress and look for failures of others; only now and then unless ``now``.

@@ -773,6 +773,22 @@ class ControlBlock:
             text += f", micro-batch {words[Word.MICRO_BATCH]}"
         return f"{text}, {phase.label}"
 
+    def part_from_nodes(self) -> None:
+        """Ask the store between nodes no more. Rank 0, which serves it, waits until nobody does.
+
+        Raises:
+            PeerError: as :meth:`wait_until`.
+        """
+        nodes = self._other_nodes
+        if nodes is None:
+            return
+        if self.topology.rank == 0:
+            what = "the ranks of other nodes to close their engines"
+            self.wait_until(nodes.all_left, what, list, everyone=True)
+        else:
+            nodes.say_left()
+        self._other_nodes = None
+
     def close(self) -> None:
         """Leave in good order and let go of the memory. The caller has passed the last barrier."""
         if self.closed:

@@ -542,6 +542,7 @@ class OdcEngine(CheckpointCalls):
                     self._control.barrier(meeting)
                 else:
                     self.transport.close(meeting)
+                self._control.part_from_nodes()
         finally:
             self._control.close()
             self._monitor.close()

@@ -202,3 +202,21 @@ def test_numbers_drawn_leave_one_key_in_the_store() -> None:
         drawn = [nodes[(serial + turn) % 2].draw(serial) for turn in range(5)]
         assert drawn == list(range(5))
     assert store.num_keys() == 1
+
+
+def _late_to_close(rank: int, world: int, nodes: Nodes, token: str) -> float:
+    place = Place(rank, nodes, token, LIMIT_S)
+    start = time.monotonic()
+    for _ in range(4 if rank else 0):
+        time.sleep(0.2)
+        place.control.beat()  # asks the store, which rank 0 serves
+    place.control.part_from_nodes()
+    place.control.beat()
+    seconds = time.monotonic() - start
+    place.control.close()
+    return seconds
+
+
+def test_rank_that_serves_the_store_leaves_last() -> None:
+    seconds = values(launch(_late_to_close, THREE_BY_ONE))
+    assert seconds[0] > 0.75, seconds

@@ -13,6 +13,7 @@ from torch import nn
 import odcengine
 from odcengine import OdcEngine
 from odcengine.metrics import StepMetrics
+from odcengine.transport.base import Traffic
 
 SIZE, LAYERS, STEPS = 12, 3, 3
 NUM_PARAMETERS = LAYERS * SIZE * SIZE
@@ -20,6 +21,10 @@ MICRO_BATCHES = (2, 0, 3, 1)  # of each rank
 
 
 def _train(rank: int, world_size: int, odc: dict[str, Any], bf16: bool) -> list[StepMetrics]:
+    return _train_engine(rank, odc, bf16)[0]
+
+
+def _train_engine(rank: int, odc: dict[str, Any], bf16: bool) -> tuple[list[StepMetrics], Traffic | None]:
     model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
     config = {
         "train_batch_size": "auto",
@@ -32,10 +37,11 @@ def _train(rank: int, world_size: int, odc: dict[str, Any], bf16: bool) -> list[
     steps = []
     for _ in range(STEPS):
         for _ in range(MICRO_BATCHES[rank]):
-            engine.backward(engine(torch.ones(1, SIZE)).square().sum(), count=1)
+            batch = torch.ones(1, SIZE, device=next(engine.parameters()).device)
+            engine.backward(engine(batch).square().sum(), count=1)
         steps.append(engine.step())
     engine.close()
-    return steps
+    return steps, None if engine.transport is None else engine.transport.traffic
 
 
 @pytest.mark.parametrize(("bf16", "bytes_a_parameter"), [(True, 6), (False, 8)], ids=["bf16", "fp32"])
@@ -78,3 +84,30 @@ def test_one_window_over_two_nodes_is_counted() -> None:
         expected = MICRO_BATCHES[rank] * 3 * 4 * NUM_PARAMETERS // len(node_of) * away
         assert [metrics.crossed_bytes for metrics in steps] == [expected] * STEPS
         assert [metrics.exchanged_bytes for metrics in steps] == [0] * STEPS
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("transport", ["cuda_p2p", "nvshmem"])
+def test_two_level_windows_of_gpus_cross_no_node_boundary(transport: str) -> None:
+    """Two nodes of one GPU each."""
+    odc = {"sharding": "hybrid", "node_size": 1, "transport": transport}
+    for steps in values(run_ranks(_train, 2, odc, True, gpus=True)):
+        for metrics in steps:
+            assert metrics.crossed_bytes == 0
+            assert metrics.exchanged_bytes * 2 == 6 * NUM_PARAMETERS
+            assert metrics.exchange_s > 0
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("transport", ["cuda_p2p", "nvshmem"])
+def test_traffic_of_gpus_is_counted(transport: str) -> None:
+    """By the rank that it goes to; the reference is what the windows' sizes say."""
+    for rank, traffic in enumerate(values(run_ranks(_traffic, 2, transport, gpus=True))):
+        share = NUM_PARAMETERS // 2  # of each rank
+        pulls, pushes = 2 * MICRO_BATCHES[rank] * STEPS, MICRO_BATCHES[rank] * STEPS
+        assert traffic.bytes_of_rank[1 - rank] == (2 * pulls + 2 * pushes) * share
+        assert traffic.bytes_of_rank[rank] == 2 * pushes * share
+
+
+def _traffic(rank: int, world_size: int, transport: str) -> Traffic | None:
+    return _train_engine(rank, {"transport": transport}, True)[1]
