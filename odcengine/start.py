@@ -137,7 +137,9 @@ def _join(info: RankInfo, config: Config) -> Job:
     check_devices(exchange(identity_of(device)), [found.describe(rank) for rank in range(info.world_size)])
     topology = _choose_nodes(found, config, device)
     watched = found if options.transport == "mpi" else topology
-    mpi = start_mpi(info, exchange) if options.transport == "mpi" and info.world_size > 1 else None
+    mpi = None
+    if options.transport == "mpi" and info.world_size > 1:
+        mpi = start_mpi(info, exchange, options.startup_timeout_s)
     host_group = dist.new_group(backend="gloo", timeout=_NEVER)
     node_group, between_nodes = _new_groups(topology, device)
 

@@ -59,7 +59,7 @@ needs_mpi = pytest.mark.skipif(missing_mpi() is not None, reason=str(missing_mpi
 
 
 @contextmanager
-def mpirun(world_size: int, *options: str, timeout_s: float = 30.0) -> Iterator[list[dict[str, str]]]:
+def mpirun(world_size: int, *options: str, timeout_s: float = 60.0) -> Iterator[list[dict[str, str]]]:
     """The variables that mpirun gives to each of ``world_size`` ranks; ends mpirun with the block."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_VARIABLES)}
     with tempfile.TemporaryDirectory(prefix="odc-mpi-") as text:
@@ -91,7 +91,7 @@ def _in_mpi(rank: int, world_size: int, function: Callable[..., Any], args: Sequ
     from odcengine.transport._mpi_start import process_mpi
 
     mpi = process_mpi()
-    assert mpi.start() is None
+    assert mpi.start(60.0) is None
     value = function(rank, world_size, *args)
     mpi.finish()  # multiprocessing's children run no exit handlers
     return value
@@ -109,25 +109,37 @@ class Pool:
         self._world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="odc-pool-")
         self._tasks = 0
-        self._thread = threading.Thread(target=self._run, args=(options,))
+        self._end: Any = "running"
+        self._thread = threading.Thread(target=self._run, args=(options,), daemon=True)
         self._thread.start()
 
     def _run(self, options: Sequence[str]) -> None:
-        run_mpi_ranks(_work, self._world_size, self._folder.name, options=options, timeout_s=300)
+        try:
+            self._end = run_mpi_ranks(
+                _work, self._world_size, self._folder.name, options=options, timeout_s=120
+            )
+        except BaseException as error:
+            self._end = error
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[RankResult]:
-        """As ``run_ranks``."""
+    def run(self, function: Callable[..., Any], *args: Any) -> list[RankResult]:
+        """As ``run_ranks``; all runs of a pool share one deadline."""
         folder, number, start = Path(self._folder.name), self._tasks, time.monotonic()
         self._tasks += 1
         _write(folder / f"task{number}", (function, args))
         paths = [folder / f"result{number}-{rank}" for rank in range(self._world_size)]
-        while not all(path.exists() for path in paths) and time.monotonic() - start < timeout_s:
+        while not all(path.exists() for path in paths):
+            if not self._thread.is_alive():
+                raise AssertionError(f"the ranks have ended: {self._end}\n{self._stacks()}")
             time.sleep(0.005)
-        results = []
-        for rank, path in enumerate(paths):
-            found = pickle.loads(path.read_bytes()) if path.exists() else {"hung": True}
-            results.append(RankResult(rank, exit_code=0, seconds=time.monotonic() - start, **found))
-        return results
+        seconds = time.monotonic() - start
+        return [
+            RankResult(rank, exit_code=0, seconds=seconds, **pickle.loads(path.read_bytes()))
+            for rank, path in enumerate(paths)
+        ]
+
+    def _stacks(self) -> str:
+        results = self._end if isinstance(self._end, list) else []
+        return "\n".join(f"rank {result.rank}: {result.error}\n{result.stack}" for result in results)
 
     def close(self) -> None:
         """End the ranks."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import importlib.util
+import io
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -189,8 +192,12 @@ class Mpi:
 
     # -- start and end -----------------------------------------------------------------------------------
 
-    def start(self) -> str | None:
-        """Start MPI, or adopt it where it runs; returns what is wrong, or None."""
+    def start(self, limit_s: float) -> str | None:
+        """Start MPI, or adopt it where it runs; returns what is wrong, or None.
+
+        MPI's start waits for all ranks, in a call that only a signal can end: after ``limit_s`` seconds it
+        comes, and shows where the process was.
+        """
         if self.module is None:
             try:
                 self.module = _load()
@@ -200,7 +207,8 @@ class Mpi:
         if mpi.Is_finalized():
             return "odc.transport: mpi: MPI has been finalized in this process, and cannot start twice"
         if not mpi.Is_initialized():
-            mpi.Init_thread(mpi.THREAD_SERIALIZED)
+            with _ended_after(limit_s):
+                mpi.Init_thread(mpi.THREAD_SERIALIZED)
             atexit.register(self.finish)
         if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
             return (
@@ -226,6 +234,27 @@ class Mpi:
         well = self._finished_well and not self._polls and not unhandled and os.getpid() == self._pid
         if well and not self.module.Is_finalized():
             self.module.Finalize()
+
+
+@contextlib.contextmanager
+def _ended_after(limit_s: float) -> Iterator[None]:
+    """End the process by SIGALRM, with its stack, if the block takes longer; a script's own timer stays."""
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+        and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    )
+    if not ours:
+        yield
+        return
+    with contextlib.suppress(ValueError, io.UnsupportedOperation):  # stderr may be no file
+        faulthandler.register(signal.SIGALRM, chain=True)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        faulthandler.unregister(signal.SIGALRM)
 
 
 def _load() -> Any:
@@ -255,12 +284,13 @@ def process_mpi() -> Mpi:
     return Mpi()
 
 
-def start_mpi(info: RankInfo, exchange: Callable[[str], Sequence[str]]) -> Mpi:
+def start_mpi(info: RankInfo, exchange: Callable[[str], Sequence[str]], limit_s: float) -> Mpi:
     """Start MPI on all ranks, or adopt it where it runs. Collective.
 
     Args:
         info: this rank.
         exchange: gathers one text from every rank, in rank order.
+        limit_s: seconds for MPI's own start.
 
     Returns:
         MPI, whose ranks are those of the job.
@@ -272,7 +302,7 @@ def start_mpi(info: RankInfo, exchange: Callable[[str], Sequence[str]]) -> Mpi:
     mpi = process_mpi()
     # Each looks before the next is tried: MPI's start would hang, or end the process, on its own.
     steps: list[Callable[[], str | None]]
-    steps = [lambda: _check_place(info), mpi.start, lambda: _check_world(info, mpi)]
+    steps = [lambda: _check_place(info), lambda: mpi.start(limit_s), lambda: _check_world(info, mpi)]
     for step in steps:
         problems = exchange(step() or "ok")
         bad = next((rank for rank, problem in enumerate(problems) if problem != "ok"), None)

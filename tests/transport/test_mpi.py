@@ -62,7 +62,7 @@ class Pooled(MpiBackend):
 
     def run(self, function: Callable[..., Any], *args: Any, **settings: Any) -> list[RankResult]:
         world_size, *rest = args
-        return _pool(world_size, self.options).run(function, *rest, timeout_s=settings["timeout_s"])
+        return _pool(world_size, self.options).run(function, *rest)
 
 
 _POOLS = contextlib.ExitStack()
@@ -223,6 +223,20 @@ def test_rank_that_does_not_come_out_of_mpi_ends_itself() -> None:
         assert report.culprit == CULPRIT, report
         assert "rank 1 (host testhost, pid " in report.message, report
         assert report.seconds < LIMIT_S + 1.0 + MARGIN_S, report
+
+
+def _alone_in_the_start(rank: int, world: int) -> None:
+    if rank == 0:
+        process_mpi().start(0.5)
+    time.sleep(2.0)
+
+
+@needs_mpi
+def test_start_of_mpi_that_does_not_come_back_ends() -> None:
+    """The other rank does not start MPI at all."""
+    with mpirun(2) as env_of_ranks:
+        results = run_ranks(_alone_in_the_start, 2, env_of_ranks=env_of_ranks)
+    assert [result.exit_code for result in results] == [-signal.SIGALRM, 0]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
