@@ -155,7 +155,6 @@ def _alone(rank: int, world: int, backend: Backend, token: str) -> None:
     control, transport = backend.make(rank, token)
     before = sys.getswitchinterval()
     transport.allocate(plan_of(transport, (4, torch.uint8)))
-    assert sys.getswitchinterval() in (before, 1e-4)  # a busy machine may look as if help were needed
     conformance.finish(control, transport)
     assert sys.getswitchinterval() == before
 
