@@ -31,6 +31,7 @@ from odcengine._memory import available_memory
 from odcengine._words import make_tag
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import ConfigError, DeadlineError, OdcError
+from odcengine.transport._mpi_progress import ProgressTrial
 from odcengine.transport._mpi_start import IDLE_NAP_S, NAP_S, Mpi, window_error
 from odcengine.transport.base import Grid, Transport, Window, WindowPlan
 from odcengine.transport.heap import ALIGNMENT, aligned
@@ -417,10 +418,20 @@ class MpiTransport(Transport):
 
     def _prove_progress(self, offset: int) -> None:
         """Find out whether a rank is served while it computes, and see to it that it is."""
+        nodes = [
+            [self._ranks.index(rank) for rank in ranks if rank in self._ranks]
+            for ranks in self.control.topology.nodes
+        ]
+        trial = ProgressTrial(
+            self.grid.local,
+            nodes,
+            meet=lambda value: self._exchange(value, Meeting.ALLOCATE.explain(0))[1],
+            get=lambda peer: self._get_probe(peer, offset),
+        )
         with self._mpi.without_helper():
-            alone = self._is_served(offset, _LOOPS_S[0])
+            alone = trial.is_served(_LOOPS_S[0])
         self._mpi.serve(self._serve, IDLE_NAP_S if alone else NAP_S, self._watch)
-        if not alone and not any(self._is_served(offset, loop_s) for loop_s in _LOOPS_S):
+        if not alone and not any(trial.is_served(loop_s) for loop_s in _LOOPS_S):
             raise ConfigError(
                 f"odc.transport: mpi: {self._mpi.version} serves no one-sided operation while the owner "
                 "computes, not even with a helper thread in MPI, so every pull would wait for the owner. Set "
@@ -431,59 +442,13 @@ class MpiTransport(Transport):
             how = "alone" if alone else "by a helper thread that enters MPI about every 0.1 ms"
             logger.info("%s makes progress %s", self._mpi.version, how)
 
-    def _is_served(self, offset: int, loop_s: float) -> bool:
-        """Each rank loops outside of MPI while another one gets from it; whether none waited for the end."""
-        slow = 0
-        for colours, target in self._neighbours():
-            for colour in range(3):
-                self._exchange(0, Meeting.ALLOCATE.explain(0))
-                if colours[self.grid.local] == colour and target[self.grid.local] != self.grid.local:
-                    slow |= self._longest_get_s(target[self.grid.local], offset, loop_s) > loop_s / 2
-                elif any(
-                    colours[peer] == colour and target[peer] == self.grid.local
-                    for peer in range(self.grid.node_size)
-                ):
-                    end = time.monotonic() + loop_s
-                    while time.monotonic() < end:
-                        pass
-        return not any(self._exchange(slow, Meeting.ALLOCATE.explain(0))[1])
-
-    def _neighbours(self) -> Iterator[tuple[list[int], list[int]]]:
-        """For each peer a colour and whom it gets from: its neighbour on its node, and on the next node.
-
-        Who gets has another colour than whom it gets from.
-        """
-        nodes = [
-            [self._ranks.index(rank) for rank in ranks if rank in self._ranks]
-            for ranks in self.control.topology.nodes
-        ]
-        nodes = [peers for peers in nodes if peers]
-        place = {peer: (m, i) for m, peers in enumerate(nodes) for i, peer in enumerate(peers)}
-        order = range(self.grid.node_size)
-        if any(len(peers) > 1 for peers in nodes):
-            yield (
-                [_colour(place[peer][1], len(nodes[place[peer][0]])) for peer in order],
-                [nodes[m][(i + 1) % len(nodes[m])] for m, i in (place[peer] for peer in order)],
-            )
-        if len(nodes) > 1:
-            after = [nodes[(place[peer][0] + 1) % len(nodes)] for peer in order]
-            yield (
-                [_colour(place[peer][0], len(nodes)) for peer in order],
-                [after[peer][place[peer][1] % len(after[peer])] for peer in order],
-            )
-
-    def _longest_get_s(self, peer: int, offset: int, loop_s: float) -> float:
-        """The longest of the gets from a peer that is, or is about to be, in its loop."""
+    def _get_probe(self, peer: int, offset: int) -> None:
+        """Get what lies behind the windows of a peer."""
         landing = torch.empty(_PROBE_NBYTES - ALIGNMENT, dtype=torch.uint8)
-        at, begun, longest = self._shifts[peer] + offset, time.monotonic(), 0.0
-        while time.monotonic() - begun < 0.8 * loop_s:
-            start = time.monotonic()
-            with self._transfers() as transfers, self._entered() as mpi:
-                memory = _memory(mpi, landing)
-                request = self._window.Rget(memory, peer, [at, len(memory), mpi.BYTE])
-                transfers.append(_Transfer(request, self._ranks[peer], landing))
-            longest = max(longest, time.monotonic() - start)
-        return longest
+        with self._transfers() as transfers, self._entered() as mpi:
+            memory = _memory(mpi, landing)
+            at = [self._shifts[peer] + offset, len(memory), mpi.BYTE]
+            transfers.append(_Transfer(self._window.Rget(memory, peer, at), self._ranks[peer], landing))
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -512,11 +477,6 @@ class MpiTransport(Transport):
         self._window.Unlock_all()
         self._window.Free()
         self._comm.Free()
-
-
-def _colour(position: int, size: int) -> int:
-    """Neighbours in a ring of ``size`` differ."""
-    return 2 if size % 2 and position == size - 1 else position % 2
 
 
 def _memory(mpi: Any, tensor: torch.Tensor) -> Any:
