@@ -13,7 +13,7 @@ from odcengine.config import load_config
 from odcengine.data import TokenDataset
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = sorted(path.name for path in (ROOT / "configs").iterdir())
+CONFIGS = sorted(path.name for path in (ROOT / "configs").iterdir() if path.is_file())
 MODEL = """{
   "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
   "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2

@@ -31,11 +31,13 @@ CASES = [
     Case("zero_init", zero_init=True),
     Case("adamw", optimizer="AdamW", lr=1e-2, tolerance=2e-5),
 ]
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2": (2, {}),
     "3": (3, {}),
     "2x2": (4, {"sharding": "hybrid", "node_size": 2}),
 }
+# More ranks in the default run only for what depends on their number and nodes.
+QUICK = ("clipped", "frozen", "conditional")
 
 
 def _train(rank: int, world_size: int, case: Case, odc: dict[str, Any]) -> dict[str, Any]:
@@ -49,22 +51,36 @@ def _train(rank: int, world_size: int, case: Case, odc: dict[str, Any]) -> dict[
     return {"norms": norms, "weights": weights}
 
 
-def _train_all(rank: int, world_size: int, odc: dict[str, Any]) -> dict[str, Any]:
-    """All cases one after the other in the same processes."""
-    return {case.name: _train(rank, world_size, case, odc) for case in CASES}
+def _train_all(rank: int, world_size: int, odc: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Cases one after the other in the same processes."""
+    return {case.name: _train(rank, world_size, case, odc) for case in CASES if case.name in names}
 
 
 @functools.cache
-def _layout(name: str) -> list[RankResult]:
+def _layout(name: str, quick: bool) -> list[RankResult]:
     world_size, odc = LAYOUTS[name]
-    return run_ranks(_train_all, world_size, odc, timeout_s=150)
+    names = QUICK if quick and name != "2" else tuple(case.name for case in CASES)
+    return run_ranks(_train_all, world_size, odc, names, timeout_s=280)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def _cells() -> list[Any]:
+    return [
+        pytest.param(
+            case,
+            layout,
+            id=f"{case.name}-{layout}",
+            marks=[] if layout == "2" or case.name in QUICK else [pytest.mark.soak],
+        )
+        for layout in LAYOUTS
+        for case in CASES
+    ]
+
+
+@pytest.mark.parametrize(("case", "layout"), _cells())
 def test_equals_one_process(case: Case, layout: str) -> None:
     right = reference(case, LAYOUTS[layout][0])
-    ranks = [result[case.name] for result in values(_layout(layout))]
+    quick = layout == "2" or case.name in QUICK
+    ranks = [result[case.name] for result in values(_layout(layout, quick))]
     assert float(error_of(ranks[0]["weights"], dict(make_start(case)))) > 1e-3  # it has learned something
     for rank in ranks:
         assert error_of(rank["weights"], right["weights"]) <= case.tolerance

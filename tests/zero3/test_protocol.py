@@ -218,7 +218,7 @@ def _pair(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return values(run_ranks(_pair, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout_s=120))
+    return values(run_ranks(_pair, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout_s=250))
 
 
 def _three(rank: int, world_size: int) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _three(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def three() -> list[dict[str, Any]]:
-    return values(run_ranks(_three, WORLD_SIZE, timeout_s=120))
+    return values(run_ranks(_three, WORLD_SIZE, timeout_s=250))
 
 
 def test_all_ranks_skip_a_step_that_is_not_finite(pair: list[dict[str, Any]]) -> None:

@@ -1,0 +1,73 @@
+"""The examples of docs/deepspeed.md run as they are shown there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from odcengine.data import TokenDataset
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("accelerate")
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = (ROOT / "docs/deepspeed.md").read_text()
+MODEL = """{
+  "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+  "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2
+}"""
+COMMANDS = re.findall(r"^\.venv/bin/odc-launch (.*examples/deepspeed/\w+\.py)$", PAGE, re.MULTILINE)
+
+
+def _run(command: str, folder: Path) -> str:
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(MODEL)
+    TokenDataset.write(
+        folder / "tokens", [{"input_ids": [1, 2, *([3] * (1 + n * 7 % 40))]} for n in range(80)]
+    )
+    for name in ("examples", "configs"):
+        (folder / name).symlink_to(ROOT / name)
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
+    small = ["--model", "model", "--data", "tokens", "--steps", "2", "--batch", "6"]
+    done = subprocess.run(
+        [sys.executable, "-m", "odc_launcher", *command.split(), *small],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_page_shows_all_examples() -> None:
+    shown = {command.split("/")[-1] for command in COMMANDS}
+    there = {path.name for path in (ROOT / "examples/deepspeed").glob("*.py")} - {"workload.py"}
+    assert shown == there
+    configs = {path.name for path in (ROOT / "configs/deepspeed").iterdir()}
+    assert configs == set(re.findall(r"configs/deepspeed/(\w+\.json)", PAGE))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[] if "own_loop" in command else [pytest.mark.soak], id=command[-20:])
+        for command in COMMANDS
+    ],
+)
+def test_example(command: str, tmp_path: Path) -> None:
+    output = _run(command, tmp_path)
+    if "trainer" in command:
+        assert len(re.findall(r"'grad_norm'", output)) == 2
+        return
+    found = re.findall(r"step (\d) rank (\d): (\d+) micro-batches.*gradient norm (\S+)", output)
+    assert len(found) == 4
+    norms = {step: {norm for s, _, _, norm in found if s == step} for step in "01"}
+    assert all(len(values) == 1 for values in norms.values())  # equal on both ranks
+    assert sum(int(count) for *_, count, _ in found) == 12
