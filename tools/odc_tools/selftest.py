@@ -405,7 +405,7 @@ def _check_growth(rank: int, held: list[dict[str, Any]], problems: list[str]) ->
 
 
 def check_failures(world_sizes: Sequence[int], rounds: int, seed: int) -> Row:
-    """Break one rank of a training at a random time: by SIGKILL, SIGSTOP, an exception and SIGSEGV in turn."""
+    """Break a rank of a training at a random time: by SIGKILL, SIGSTOP, an exception or SIGSEGV, in turn."""
     dice = random.Random(seed)
     row = Row("failures", f"{rounds} trainings broken, {'/'.join(map(str, world_sizes))} ranks")
     longest = dict.fromkeys(_HOWS, 0.0)
