@@ -61,7 +61,6 @@ class _Save:
     publication: Publication  # of rank 0
     deadline: float
     started: float
-    quiet: bool  # a failure is reported, but raised nowhere
     blocked_s: float = 0.0
     publishing: Task | None = None
     reason: str = ""  # why it failed on this rank
@@ -127,10 +126,10 @@ class Saver:
         Returns:
             Why there will be no checkpoint, the same on all ranks; None where it has begun.
         """
-        start = time.perf_counter()
         failed = self.settle()
         if failed is not None and self._rank == 0:
             logger.error("%s", failed)
+        start = time.perf_counter()
         tag = directory.tag_of(step) if tag is None else tag
         chunks: list[Chunk] = []
         mine: dict[str, Any] = {"root": str(root), "tag": tag, "nbytes": 0, "error": None}
@@ -158,20 +157,32 @@ class Saver:
             return f"checkpoint {tag} was not begun: {answer['error']}"
         if not frozen:
             state["frozen"] = _sum_up([rank["frozen"] for rank in everyone])
-        ready: Callable[[], None] = lambda: None  # noqa: E731
-        if stage or (chunks and chunks[0].tensor.is_cuda):
-            chunks, ready = self._staging.copy(chunks)
         folder = directory.temporary(root, tag, answer["token"])
+        part = self._start_part(folder, chunks, random, stage=stage)
         publication = self._publication(folder, root, tag, step, automatic, state, answer["token"])
-        part = Task(
-            lambda task: write_part(folder, self._rank, chunks, ready, random, task), f"odc-save-{tag}"
-        )
         deadline = time.monotonic() + self._options.deadline_s
-        self._last_part = part
-        self._save = _Save(tag, root, folder, part, publication, deadline, start, quiet=automatic)
+        self._save = _Save(tag, root, folder, part, publication, deadline, start)
         self._save.blocked_s = time.perf_counter() - start
         self.blocked_s += self._save.blocked_s
         return None
+
+    def _start_part(self, folder: Path, chunks: list[Chunk], random: Any, *, stage: bool) -> Task:
+        """Copy this rank's tensors, if need be, and have a thread write them."""
+        ready: Callable[[], None] = lambda: None  # noqa: E731
+        problem: Exception | None = None
+        if stage or (chunks and chunks[0].tensor.is_cuda):
+            try:
+                chunks, ready = self._staging.copy(chunks)
+            except (RuntimeError, MemoryError) as error:  # no memory: all ranks have to hear of it
+                problem = error
+
+        def write(task: Task) -> None:
+            if problem is not None:
+                raise CheckpointError(f"no room for copies in the host's memory: {problem}")
+            write_part(folder, self._rank, chunks, ready, random, task)
+
+        self._last_part = Task(write, f"odc-save-{folder.name}")
+        return self._last_part
 
     def _collect(
         self, step: int, client_state: Any, frozen: bool, with_optimizer: bool

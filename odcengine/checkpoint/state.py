@@ -266,6 +266,8 @@ def _compare_groups(
 ) -> None:
     here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in saved]
+    if not all(isinstance(group["values"], dict) for group in saved):
+        raise TypeError("a parameter group has no values")
     if [sorted(group) for group in here] == [sorted(group) for group in there]:
         return
     if len(here) != len(there):
@@ -332,14 +334,17 @@ def set_scheduler_state(scheduler: LRScheduler, saved: dict[str, Any]) -> None:
 
 def check_scheduler(source: Source, scheduler: LRScheduler | None) -> None:
     """Raise CheckpointError where the saved schedule is of another kind."""
-    saved = source.state.get("scheduler")
+    found = source.state.get("scheduler")
+    saved: dict[str, Any] = found if isinstance(found, dict) else {}
     here = None if scheduler is None else type(scheduler).__name__
-    there = saved.get("type") if isinstance(saved, dict) else None
+    there = saved.get("type")
     if here != there:
         raise CheckpointError(
             f"{source.folder} has the state of {there or 'no scheduler'}, here it is {here or 'none'}; use "
             "the same, or load without the scheduler's state"
         )
+    if here is not None and not isinstance(saved.get("values"), dict):
+        raise CheckpointError(f"{source.folder}: the scheduler's state is damaged")
 
 
 def check_position(source: Source, loader: MinibatchLoader | None) -> None:

@@ -136,7 +136,7 @@ def open_model(
 
     Returns:
         The model on the meta device with what is needed to fill it; None where that cannot be done: there are
-        no safetensors files on this machine, or transformers makes other tensors of them than are stored.
+        no safetensors files, or transformers makes other tensors of them than are stored.
         Then :func:`load_model` loads it.
 
     Raises:
@@ -146,7 +146,7 @@ def open_model(
     kind = _dtype(dtype)
     config, path = _read(transformers, source)
     _require_causal(config, f"model: {_show(source)}")
-    folder = None if path is None else Path(path).expanduser()
+    folder = None if path is None else _folder_of(path)
     if folder is None or not any(folder.glob("model*.safetensors")):
         return None
     weights = StoredWeights(folder)
@@ -264,6 +264,20 @@ def _read(transformers: Any, source: str | os.PathLike[str] | Mapping[str, Any])
             f"Face Hub it cannot be read: {_first_line(error)} Give an existing directory, or download "
             "it beforehand where there is a network"
         ) from error
+
+
+def _folder_of(path: str) -> Path | None:
+    """The directory of a path, or of a name on the Hub, whose safetensors are downloaded if need be."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # transformers needs it itself
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"]))
+    except Exception as error:  # no network, no such files: load_model says what is wrong
+        logger.info("model: %s: its safetensors are not at hand: %s", path, _first_line(error))
+        return None
 
 
 def _config_from(transformers: Any, values: dict[str, Any]) -> Any:

@@ -255,6 +255,8 @@ def wrong_state(folder: Path, other: Path, chance: random.Random) -> str:
         lambda: state["optimizer"].update(layout=7),
         lambda: state.update(scheduler={"type": "StepLR", "values": {}}),
         lambda: state.update(scheduler=None),
+        lambda: state["scheduler"].update(values=3),
+        lambda: state["optimizer"]["groups"][0].pop("values"),
         lambda: state["data"].update(num_samples=3),
         lambda: state["data"].update(index=10**6),
         lambda: state.update(client_state=[1]),

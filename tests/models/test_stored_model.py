@@ -15,7 +15,7 @@ from distributed import run_ranks, values
 import odcengine
 from odcengine.data import TokenDataset
 from odcengine.errors import ConfigError
-from odcengine.models import load_model, open_model
+from odcengine.models import load, load_model, open_model
 from odcengine.models.safetensors_files import parse_size, plan_files
 
 SMALL: dict[str, Any] = {
@@ -119,6 +119,20 @@ def test_what_cannot_be_matched_is_loaded_whole(tmp_path: Path) -> None:
     for path in (tmp_path / "model").glob("model*"):
         path.unlink()
     assert open_model(tmp_path / "model") is None
+
+
+def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the local cache, laid out as huggingface_hub does."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "models--somebody--small"
+    _save(repository / "snapshots" / "0123abcd")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abcd")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert load._folder_of("somebody/small") == repository / "snapshots" / "0123abcd"
+    assert load._folder_of("somebody/else") is None
 
 
 def test_on_the_meta_device_until_it_is_filled(tmp_path: Path) -> None:
