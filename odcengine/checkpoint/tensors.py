@@ -50,7 +50,7 @@ def chunks_of(state: Mapping[str, torch.Tensor], rank: int) -> list[Chunk]:
         Chunks that are views of the tensors. Empty ones are left out.
     """
     chunks = []
-    for item in create_default_local_save_plan(dict(state), rank == 0).items:
+    for item in create_default_local_save_plan(dict(state), is_coordinator=True).items:
         tensor, data = state[item.index.fqn], item.tensor_data
         assert data is not None  # every item is a tensor
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

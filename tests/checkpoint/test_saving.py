@@ -244,6 +244,26 @@ def test_mistakes_are_named_on_all_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "step_1").exists()
 
 
+def _elsewhere(rank: int, world_size: int, folder: str) -> str:
+    here = Path(folder) / ("one" if rank == 0 else "other")
+    here.mkdir()
+    os.chdir(here)
+    engine, _ = start(config_for(None))
+    try:
+        engine.save_checkpoint("runs")
+        return "saved"
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def test_a_directory_that_a_host_does_not_see(tmp_path: Path) -> None:
+    told = values(run_ranks(_elsewhere, 2, str(tmp_path)))
+    assert told[0] == told[1]
+    assert re.search(r"rank 1 .*: runs is not the directory that rank 0 writes to", told[0])
+
+
 def _second(rank: int, world_size: int, folder: str, resume: str) -> str:
     try:
         engine, _ = start(config_for(folder, resume=resume))
