@@ -220,9 +220,13 @@ class Checkpoints:
         option = self._options
         if option.dir is None and option.resume in ("auto", "none"):
             return None
-        with self._phase(Phase.LOADING):
-            path = agree_on(self._job, self._first)
-            return None if path is None else self._load(path, Parts())
+        try:
+            with self._phase(Phase.LOADING):
+                path = agree_on(self._job, self._first)
+                return None if path is None else self._load(path, Parts())
+        except BaseException:
+            self.abandon()  # a notebook may try again, and then the directory must be free
+            raise
 
     def _first(self) -> directory.Found:
         """On rank 0: the checkpoint to begin from."""

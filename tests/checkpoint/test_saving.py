@@ -299,6 +299,20 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path: Path) -> None:
     assert all("another run writes its checkpoints here" in told for told in second)
 
 
+def _again(rank: int, world_size: int, folder: str) -> int:
+    """A first try that fails, and a second in the same process."""
+    mark = Path(folder) / "step_3" / "complete.json"
+    kept = mark.read_text()
+    mark.write_text("{}")
+    with pytest.raises(CheckpointError, match="no complete checkpoint") as kept_alive:
+        start(config_for(folder))
+    mark.write_text(kept)
+    engine, _ = start(config_for(folder))
+    engine.close()
+    assert kept_alive.value is not None  # and with it all that the first try had
+    return engine.global_steps
+
+
 def test_resume_settings(tmp_path: Path) -> None:
     base, other = str(tmp_path / "base"), str(tmp_path / "other")
     values(run_ranks(functools.partial(train, before=3, save=True), 1, base))
@@ -310,5 +324,6 @@ def test_resume_settings(tmp_path: Path) -> None:
     assert run(other, "none") == "begins at step 0"
     assert run(other, f"{base}/step_3") == "begins at step 3"
     assert "is or has no complete checkpoint" in run(other, str(tmp_path / "nowhere"))
+    assert values(run_ranks(_again, 1, base)) == [3]
     values(run_ranks(functools.partial(train, before=5, save=True), 1, other))
     assert run(other, base) == "begins at step 5"  # it has checkpoints of its own now
