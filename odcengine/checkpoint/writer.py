@@ -57,6 +57,8 @@ class Writer:
         try:
             while not self._take():
                 self._wait_for_the_dead(beat, quiet_s)
+            for left in root.glob(f"{WRITER}.*"):  # by runs that were killed while they changed it
+                left.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {explain(error)}") from error
         self._thread = threading.Thread(target=self._run, name="odc-writer", daemon=True)
