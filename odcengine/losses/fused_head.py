@@ -72,7 +72,9 @@ def fused_loss_sum(model: nn.Module, head: nn.Linear, micro_batch: MicroBatch) -
     """
     with _returning_loss(head, micro_batch) as returned:
         logits = logits_of(model(**micro_batch.model_inputs(), use_cache=False))
-    if len(returned) != 1 or returned[0][0] is not logits or returned[0][1] != logits._version:
+    # The same memory, not the same tensor: DeepSpeed's hooks hand on an alias of what the head returns.
+    same = len(returned) == 1 and returned[0][0].data_ptr() == logits.data_ptr()
+    if not same or returned[0][1] != returned[0][0]._version or logits.numel() != 1:
         raise UsageError(
             f"{type(model).__name__} does not return what its head returns, so the head cannot compute the "
             "loss; if it was changed since odcengine.models.prepare_model, call that again"

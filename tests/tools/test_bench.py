@@ -313,3 +313,19 @@ def test_fsdp2_on_symmetric_memory(tmp_path: Path) -> None:
     done = bench("training", *words, "--json", str(file), cwd=tmp_path, timeout_s=300)
     record = result(done, file)
     assert "fsdp2-symm/lb_micro" in (record["skipped"] or record["summary"])
+
+
+def test_deepspeed_against_itself_on_demand(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    file = tmp_path / "zero3.json"
+    words = ["--device", "cpu", "--workload", "longalign", "--shape", "tiny", "--length-scale", "0.002"]
+    words += ["--seeds", "0", "--sequences", "3", "--rounds", "2"]
+    words += ["--methods", "zero3/lb_micro", "odc-zero3/lb_micro", "odc-zero3/lb_mini", "odc/lb_mini"]
+    record = result(bench("training", *words, "--json", str(file), cwd=tmp_path), file)
+    assert record["complete"]
+    assert record["skipped"] == {}
+    for start in range(0, len(record["steps"]), 4):
+        turn = record["steps"][start : start + 4]
+        assert [s["loss"] for s in turn] == pytest.approx([turn[0]["loss"]] * 4, rel=1e-3)
+        assert [s["grad_norm"] for s in turn] == pytest.approx([turn[0]["grad_norm"]] * 4, rel=1e-2)
+    assert set(record["summary"]) == set(record["methods"])

@@ -17,14 +17,15 @@ from torch.distributed.tensor import DTensor
 
 import odcengine
 from odc_tools.bench.ranks import Ranks
-from odc_tools.bench.schedule import MethodName
+from odc_tools.bench.schedule import ZERO3_KINDS, MethodName
 from odcengine.data.batch import MicroBatch
 from odcengine.errors import OdcError
 from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics
 from odcengine.transport.base import Traffic, Window
 
-_LR, _CLIP = 1e-5, 1.0
+_LR = 1e-5
+CLIP = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ class Method(abc.ABC):
 
 def why_not(name: MethodName, others: Sequence[MethodName], ranks: Ranks) -> str | None:
     """Why a method cannot run here; None if it can."""
+    if name.kind in ZERO3_KINDS:
+        from odc_tools.bench.zero3 import why_no_deepspeed
+
+        return why_no_deepspeed()
     if name.kind != "fsdp2-symm":
         return None
     if not ranks.on_gpu:
@@ -91,7 +96,7 @@ def why_not(name: MethodName, others: Sequence[MethodName], ranks: Ranks) -> str
         return f"torch {torch.__version__} has no set_symm_mem_for_comm"
     if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
         return f"torch {torch.__version__} is built with an NCCL without the zero-CTA policy"
-    if any(other.kind in ("odc", "limit") for other in others):
+    if any(other.kind in ("odc", "limit", "odc-zero3") for other in others):
         return (
             "torch has one back end of symmetric memory a process, and odcengine's transport uses another "
             "than FSDP2; compare it with fsdp2 in a run of its own"
@@ -111,13 +116,20 @@ def make_method(
         transport: odc.transport of the methods on demand.
         timeout_s: odc.timeout_s of them.
     """
+    if name.kind in ZERO3_KINDS:
+        from odc_tools.bench.zero3 import OnDemandZero3, Zero3
+
+        if name.collective:
+            return Zero3(name, model, ranks, timeout_s=timeout_s)
+        return OnDemandZero3(name, model, ranks, transport=transport, timeout_s=timeout_s)
     if name.collective:
         return Fsdp2(name, model, ranks)
     kind = Limit if name.kind == "limit" else OnDemand
     return kind(name, model, ranks, transport=transport, timeout_s=timeout_s)
 
 
-def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """What every method steps."""
     return torch.optim.AdamW(parameters, lr=_LR, fused=True)
 
 
@@ -145,7 +157,7 @@ class Fsdp2(Method):
                 if isinstance(module, FSDPModule):
                     module.set_symm_mem_for_comm()
         self._parameters = list(model.parameters())
-        self._optimizer = _optimizer(self._parameters)
+        self._optimizer = make_optimizer(self._parameters)
         self._loss = torch.zeros((), device=ranks.device)
         self._norm: torch.Tensor = self._loss
 
@@ -157,7 +169,7 @@ class Fsdp2(Method):
             loss_sum = causal_lm_loss_sum(self._model, micro_batch)
             (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
             total += loss_sum.detach()
-        self._norm = nn.utils.clip_grad_norm_(self._parameters, _CLIP)
+        self._norm = nn.utils.clip_grad_norm_(self._parameters, CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._loss = total / num_targets
@@ -194,11 +206,11 @@ class OnDemand(Method):
         config = {
             "train_batch_size": ranks.world_size,  # without effect: the script brings its batches
             "bf16": {"enabled": True},
-            "gradient_clipping": _CLIP,
+            "gradient_clipping": CLIP,
             "steps_per_print": 0,
             "odc": odc,
         }
-        self.engine, *_ = odcengine.initialize(config=config, model=model, optimizer=_optimizer)
+        self.engine, *_ = odcengine.initialize(config=config, model=model, optimizer=make_optimizer)
         self._metrics: StepMetrics | None = None
 
     def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:

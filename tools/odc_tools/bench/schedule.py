@@ -11,11 +11,14 @@ from odcengine.balance import CostModel, Plan, make_plan
 from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES
 from odcengine.errors import ConfigError
 
-COLLECTIVE_KINDS = ("fsdp2", "fsdp2-symm")
+COLLECTIVE_KINDS = ("fsdp2", "fsdp2-symm", "zero3")
+ZERO3_KINDS = ("zero3", "odc-zero3")
 KINDS = {
     "fsdp2": "torch's fully_shard with its own collectives",
     "fsdp2-symm": "the same, with NCCL's symmetric memory and copy-engine all-gathers",
     "odc": "odcengine, on demand",
+    "zero3": "DeepSpeed's ZeRO-3 with its own collectives",
+    "odc-zero3": "the same engine, attached: on demand",
     "limit": "odcengine with every pull and push left out: right compute, wrong numbers",
 }
 """Kind of a method -> what it is."""
@@ -52,6 +55,11 @@ class MethodName:
             raise ConfigError(
                 f"--methods {text}: collectives need equal numbers of micro-batches on all ranks; give "
                 f"{kind} one of the plans {', '.join(EQUAL_COUNT_STRATEGIES)}"
+            )
+        if kind == "odc-zero3" and strategy == "dynamic":
+            raise ConfigError(
+                f"--methods {text}: an attached engine cannot draw work; give it another plan, or use "
+                "odc/dynamic"
             )
         return cls(kind, strategy)
 
