@@ -176,6 +176,8 @@ def _cpus_per_task(shape: Shape, environ: Mapping[str, str]) -> int | None:
     asked = _number(environ, "SLURM_CPUS_PER_TASK")
     if asked is not None or shape.tasks is None or set(shape.tasks) != {1}:
         return asked
+    if environ.get("SLURM_CPUS_PER_GPU"):  # srun multiplies it itself, and takes only one of the two
+        return None
     # One task a node without a number would get one core of all that the job has there.
     per_node = environ.get("SLURM_JOB_CPUS_PER_NODE")
     return min(expand_counts(per_node, "SLURM_JOB_CPUS_PER_NODE")) if per_node else None

@@ -113,6 +113,20 @@ def test_step(name: str, environ: dict[str, str], request_: Request, wish: Wish)
     matches(name.replace(".txt", ".json"), render_plan(plan, environ, "json"))
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**TASKS, "SLURM_CPUS_PER_TASK": "16"}, ["--cpus-per-task=16"]),
+        (TASKS, []),  # srun's own default
+        ({**ALLOCATION, "SLURM_JOB_CPUS_PER_NODE": "96,64"}, ["--cpus-per-task=64"]),  # a task a node
+        ({**ALLOCATION, "SLURM_JOB_CPUS_PER_NODE": "96(x2)", "SLURM_CPUS_PER_GPU": "12"}, []),
+    ],
+)
+def test_cores_of_a_task_are_the_jobs(environ: dict[str, str], expected: list[str]) -> None:
+    plan = plan_step(REQUEST, Wish(), environ, MACHINE)
+    assert [word for word in plan.argv if word.startswith("--cpus-per-task")] == expected
+
+
 def test_submission() -> None:
     wish = Wish(
         nodes=2,

@@ -21,7 +21,14 @@ from odc_launcher.doctor import probe
 from odc_launcher.doctor.checks import check_all
 from odc_launcher.doctor.facts import NodeFacts
 from odc_launcher.doctor.finding import ERROR, LEVELS, OK, WARNING, Context, Finding
-from odc_launcher.doctor.nodes import ask_nodes, be_a_node, environ_of, job_of_config, run_command, unordered
+from odc_launcher.doctor.nodes import (
+    ask_nodes,
+    be_a_node,
+    environ_of,
+    job_of_config,
+    run_command,
+    environ_of_node,
+)
 from odc_launcher.job import Wish, choose_mode, hosts_for_mpi
 from odcengine.errors import ConfigError
 
@@ -183,7 +190,7 @@ def _wish(options: argparse.Namespace, config: Config | None) -> Wish:
 
 def _hosts(mode: str, wish: Wish) -> tuple[str, ...]:
     if mode == "slurm":
-        return slurm.allocation_shape(unordered(os.environ), None, "").hosts
+        return slurm.allocation_shape(environ_of_node(os.environ), None, "").hosts
     return tuple(hosts_for_mpi(wish, os.environ))[: wish.nodes] if mode == "mpi" else ()
 
 

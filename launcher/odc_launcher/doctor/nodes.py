@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 _MARK = "@odc-node"
 _CHUNK = 160  # srun may cut or join long lines of several tasks
 _STOP_S = 15.0
-_ORDER_NAMES = ("SLURM_HOSTFILE", "SLURM_DISTRIBUTION")  # one task a node needs no order of ranks
+# One task a node needs no order of ranks, and has the cores of all.
+_OF_RANKS = ("SLURM_HOSTFILE", "SLURM_DISTRIBUTION", "SLURM_CPUS_PER_TASK")
 
 
 def be_a_node(
@@ -111,7 +112,7 @@ def ask_nodes(
     if config_path is not None:
         inner += ["--config", os.path.abspath(config_path)]
     inner += ["--node", str(len(hosts)), address, port, os.path.abspath(token), str(0.8 * timeout_s)]
-    environ = unordered(os.environ)
+    environ = environ_of_node(os.environ)
     if mode == "slurm":
         shape = slurm.Shape(tuple(hosts), (1,) * len(hosts), len(hosts), 1, "doctor")
         argv = slurm.srun_argv(
@@ -170,8 +171,8 @@ def environ_of(config: Config | None) -> dict[str, str]:
     return {**os.environ, **cli.assignments(() if config is None else config.launch.env)}
 
 
-def unordered(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name not in _ORDER_NAMES}
+def environ_of_node(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in _OF_RANKS}
 
 
 def run_command(
