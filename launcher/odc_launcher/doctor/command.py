@@ -25,9 +25,9 @@ from odc_launcher.doctor.nodes import (
     ask_nodes,
     be_a_node,
     environ_of,
+    environ_of_node,
     job_of_config,
     run_command,
-    environ_of_node,
 )
 from odc_launcher.job import Wish, choose_mode, hosts_for_mpi
 from odcengine.errors import ConfigError
