@@ -215,6 +215,24 @@ def identity_of(device: Device) -> str:
     return f"{properties.uuid}|{properties.name}"
 
 
+def unmapped_pair(index: int, num_peers: int) -> str | None:
+    """A GPU of this node whose memory this rank's cannot address, in words; None where there is none.
+
+    Args:
+        index: this rank's GPU, as this process numbers those that it sees: a scheduler may show it only its
+            own, and then nothing is known before memory is mapped.
+        num_peers: ranks of the node, one a GPU.
+    """
+    for other in range(min(torch.cuda.device_count(), num_peers)):
+        if other != index and not torch.cuda.can_device_access_peer(index, other):
+            names = [torch.cuda.get_device_name(number) for number in (index, other)]
+            return (
+                f"GPU {index} ({names[0]}) cannot address the memory of GPU {other} ({names[1]}); "
+                "`nvidia-smi topo -p2p r` shows the pairs"
+            )
+    return None
+
+
 def check_devices(identities: list[str], describe: list[str]) -> None:
     """Refuse ranks on different kinds of devices, and two ranks on one GPU.
 

@@ -8,6 +8,7 @@ import ctypes
 import datetime
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import secrets
@@ -26,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from odcengine._collectives import all_gather
 from odcengine.config import DEVICE_OF_TRANSPORT, Config
 from odcengine.control import ControlBlock
-from odcengine.device import Device, check_devices, choose_device, identity_of
+from odcengine.device import Device, check_devices, choose_device, identity_of, unmapped_pair
 from odcengine.errors import ConfigError
 from odcengine.topology import RankInfo, Topology, build_topology
 from odcengine.transport._mpi_start import Mpi, start_mpi
@@ -74,6 +75,10 @@ class Job:
         for group in _groups(self.start_group, self.host_group, self.node_group, self.between_nodes):
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+
+
+_ANY_HOSTS = ("mpi", "nvshmem")
+"""Transports whose windows may lie on ranks of several hosts."""
 
 
 def join(info: RankInfo, config: Config) -> Job:
@@ -136,7 +141,8 @@ def _join(info: RankInfo, config: Config) -> Job:
     found = build_topology(info, exchange, node_size=options.node_size)
     check_devices(exchange(identity_of(device)), [found.describe(rank) for rank in range(info.world_size)])
     topology = _choose_nodes(found, config, device)
-    watched = found if options.transport == "mpi" else topology
+    # A window over several nodes: still each node has a control block of its own.
+    watched = found if options.transport in _ANY_HOSTS else topology
     mpi = None
     if options.transport == "mpi" and info.world_size > 1:
         mpi = start_mpi(info, exchange, options.startup_timeout_s)
@@ -296,15 +302,15 @@ def _choose_nodes(topology: Topology, config: Config, device: Device) -> Topolog
         )
     if mode == "hybrid" or (mode == "auto" and topology.is_even):
         return topology
-    if not one_machine and config.odc.transport != "mpi":
+    if not one_machine and config.odc.transport not in _ANY_HOSTS:
         name = config.odc.transport
         if name == "auto":
             name = "shm" if device.type == "cpu" else "cuda_p2p"
         raise ConfigError(
             f"odc.transport: {name} joins ranks of one host, but with `odc.sharding: {mode}` it would have "
             f"to join the hosts {sorted(set(topology.hosts))}; use `odc.sharding: hybrid` with equal numbers "
-            f"of ranks on each, which keeps {name} inside each host"
-            + (", or `odc.transport: mpi`" if device.type == "cpu" else "")
+            f"of ranks on each, which keeps {name} inside each host, or "
+            f"`odc.transport: {'mpi' if device.type == 'cpu' else 'nvshmem'}`"
         )
     return topology.flat()
 
@@ -371,13 +377,35 @@ def make_transport(job: Job, config: Config, plan: WindowPlan) -> Transport:
         return MpiTransport(job.control, grid, job.mpi)
     if device.type == "cpu":
         return ShmTransport(job.control, grid)
-    if config.odc.transport == "nvshmem":
+    if _gpu_transport(job, config) == "nvshmem":
         from odcengine.transport.nvshmem import NvshmemTransport, Ring, start_nvshmem
 
         ring, topology = Ring(unmapped=config.odc.unmapped), job.topology
         needed = heap_needed(plan.total_nbytes, grid.node_size, ring)
         library = start_nvshmem(topology.rank, topology.world_size, device, needed, job.start_group)
-        return NvshmemTransport(job.control, grid, device, job.start_group, library, ring)
+        return NvshmemTransport(job.control, grid, device, job.host_group, library, ring)
     from odcengine.transport.cuda_p2p import CudaP2PTransport
 
     return CudaP2PTransport(job.control, grid, device, job.node_group)
+
+
+def _gpu_transport(job: Job, config: Config) -> str:
+    """For ``auto`` cuda_p2p where a node's GPUs address each other's memory, else nvshmem. Collective."""
+    if config.odc.transport != "auto":
+        return config.odc.transport
+    pair = unmapped_pair(job.device.torch_device.index, len(job.topology.peers))
+    has_nvshmem = importlib.util.find_spec("nvshmem") is not None
+    told = _exchanger(job.start_group)(json.dumps([pair, has_nvshmem]))
+    answers = [json.loads(text) for text in told]
+    pairs = [f"{job.topology.describe(rank)}: {pair}" for rank, (pair, _) in enumerate(answers) if pair]
+    if not pairs:
+        return "cuda_p2p"
+    without = [rank for rank, (_, there) in enumerate(answers) if not there]
+    if without:
+        raise ConfigError(
+            f"odc.transport: auto: {pairs[0]}. For such GPUs there is nvshmem, but it is not installed for "
+            f"ranks {without}: pip install 'odcengine[cuda13]' (or cuda12)"
+        )
+    if job.topology.rank == 0:
+        logger.warning("odc.transport: auto: %s; nvshmem is used", pairs[0])
+    return "nvshmem"

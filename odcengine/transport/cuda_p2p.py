@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from odcengine.control import ControlBlock, Meeting
+from odcengine.device import unmapped_pair
 from odcengine.errors import ConfigError, DeadlineError, OdcError, PeerError
 from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec
 from odcengine.transport.heap import aligned
@@ -103,15 +104,9 @@ class CudaP2PTransport(Transport):
 
     def _check_peer_access(self) -> None:
         """Every pair that this process can see; a scheduler may show it its own GPU only."""
-        count = torch.cuda.device_count()
-        mine = self._device.index
-        for other in range(min(count, self.grid.node_size)):
-            if other != mine and not torch.cuda.can_device_access_peer(mine, other):
-                names = [torch.cuda.get_device_name(index) for index in (mine, other)]
-                raise ConfigError(
-                    f"odc.transport: cuda_p2p: GPU {mine} ({names[0]}) cannot address the memory of GPU "
-                    f"{other} ({names[1]}); `nvidia-smi topo -p2p r` shows the pairs. Use linked GPUs"
-                )
+        pair = unmapped_pair(self._device.index, self.grid.node_size)
+        if pair is not None:
+            raise ConfigError(f"odc.transport: cuda_p2p: {pair}. Use linked GPUs, or odc.transport: nvshmem")
 
     def allocate(self, plan: WindowPlan) -> list[Window]:
         if self._windows:
@@ -136,7 +131,7 @@ class CudaP2PTransport(Transport):
         ]
         self._use_extra(own, extra_at)
         torch.cuda.synchronize(self._device)  # zeros are there before any peer adds or signals
-        self.control.barrier(Meeting.ALLOCATE)
+        self._meet_hosts(Meeting.ALLOCATE, 0)
         self._warm_up()
         return list(self._windows)
 
@@ -200,8 +195,7 @@ class CudaP2PTransport(Transport):
             self._handle = symmetric_memory.rendezvous(own, self._group.group_name)
         except RuntimeError as error:
             raise OdcError(
-                f"{self.control.describe(self.grid.local)}: torch's symmetric memory could not be mapped "
-                f"between the node's GPUs: {error}"
+                f"{self._me()}: torch's symmetric memory could not be mapped between the node's GPUs: {error}"
             ) from error
         for rank in self.control.topology.peers:
             index = dist.get_group_rank(self._group, rank)
@@ -359,7 +353,7 @@ class CudaP2PTransport(Transport):
 
     def wait_published(self, peer: int, epoch: int) -> float:
         if self._seen_by_host[peer] < epoch:
-            self._on_host(lambda: self.control.wait_epoch(peer, epoch))
+            self._on_host(lambda: self._wait_for_epoch(peer, epoch))
             self._seen_by_host[peer] = epoch
         key = (torch.cuda.current_stream(self._device).cuda_stream, peer)
         if self._seen_by_stream.get(key, -1) < epoch:
@@ -379,10 +373,21 @@ class CudaP2PTransport(Transport):
         self._pull_streams.clear()
         self._barriers += 1
         self._signal(_ARRIVED, self._barriers)
-        self._on_host(lambda: self.control.barrier(meeting, number))
+        self._on_host(lambda: self._meet_hosts(meeting, number))
         self._wait_for(_ARRIVED, 0, self.grid.node_size, self._barriers)
         self._passed.record(current)
         return 0.0
+
+    def _meet_hosts(self, meeting: Meeting, number: int) -> None:
+        """The hosts of all ranks that share windows meet."""
+        self.control.barrier(meeting, number)
+
+    def _wait_for_epoch(self, peer: int, epoch: int) -> None:
+        """The host waits until a peer's host has raised flag B."""
+        self.control.wait_epoch(peer, epoch)
+
+    def _me(self) -> str:
+        return self.control.describe_rank(self.control.topology.rank)
 
     def _on_host(self, wait: Any) -> None:
         try:
@@ -418,7 +423,7 @@ class CudaP2PTransport(Transport):
             self.control.check()  # a rank that failed says why
             reason = _REASONS[state].format(limit=self.control.timeout_s)
             kind = DeadlineError if state == _kernels.TOO_LATE else PeerError
-            raise kind(f"{self.control.describe(self.grid.local)}: a wait on {self._device} {reason}")
+            raise kind(f"{self._me()}: a wait on {self._device} {reason}")
 
     def close(self, meeting: Meeting | None = Meeting.CLOSE) -> None:
         if meeting is None:

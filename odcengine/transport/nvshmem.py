@@ -20,6 +20,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from odcengine._collectives import all_gather
+from odcengine._words import make_tag
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import OdcError
 from odcengine.transport import _kernels
@@ -47,7 +49,7 @@ class NvshmemTransport(CudaP2PTransport):
         control: the node's control block.
         grid: owners of the shards.
         device: this rank's GPU; the current one.
-        group: process group of all ranks, for tensors of the host.
+        group: process group of all ranks, for tensors of the host; without a limit of its own.
         library: NVSHMEM, running with the job's ranks as PEs.
         ring: sizes of the message rings.
     """
@@ -66,7 +68,9 @@ class NvshmemTransport(CudaP2PTransport):
         super().__init__(control, grid, device, group)
         self._library = library
         self._ring = ring or Ring()
-        self._pes = control.topology.peers  # the PE is the global rank
+        self._pes = self._ranks  # the PE is the global rank
+        self._over_nodes = not set(self._ranks) <= set(control.topology.peers)
+        self._publishing: tuple[int, dist.Work] | None = None
         self._calls = threading.Lock()  # the pusher and the thread that adds share one library
         self._unmapped: list[int] = []
         self._uses_ring = False
@@ -100,7 +104,7 @@ class NvshmemTransport(CudaP2PTransport):
                 self._unmapped.append(peer)
         if self._unmapped and not self._uses_ring:
             raise OdcError(
-                f"NVSHMEM maps no memory of {self.control.describe(self._unmapped[0])} here, though it did "
+                f"NVSHMEM maps no memory of {self._name(self._unmapped[0])} here, though it did "
                 "at first; please report it"
             )
         return own
@@ -208,10 +212,10 @@ class NvshmemTransport(CudaP2PTransport):
         """Seconds until the owner has room for another message of this rank."""
         needed, waited = self._put[peer] + 1 - self._ring.slots, 0.0
         if self._free[peer] < needed:
-            waited = self.control.wait_until(
+            waited = self.control.wait_for_ranks(
                 lambda: self._failure is not None or self._free[peer] >= needed,
-                f"room for gradients in the ring of {self.control.describe(peer)}",
-                lambda: (peer,),
+                f"room for gradients in the ring of {self._name(peer)}",
+                lambda: (self._ranks[peer],),
             )
             self._raise_status()
         return waited
@@ -301,7 +305,7 @@ class NvshmemTransport(CudaP2PTransport):
         stream.synchronize()
         told, index, node, offset, count, kind, *_ = header.tolist()
         if told != number:
-            raise OdcError(f"message {number} of {self.control.describe(pusher)} carries the number {told}")
+            raise OdcError(f"message {number} of {self._name(pusher)} carries the number {told}")
         dtype = _DTYPES[kind]
         content = slot[HEADER_NBYTES:][: count * dtype.itemsize].view(dtype)
         self._add_message(self._windows[index], node, offset, content)
@@ -331,6 +335,37 @@ class NvshmemTransport(CudaP2PTransport):
         self._on_host(self._wait_until_added)
         return 0.0
 
+    # -- hosts of several nodes --------------------------------------------------------------------------
+
+    def _meet_hosts(self, meeting: Meeting, number: int) -> None:
+        if not self._over_nodes:
+            super()._meet_hosts(meeting, number)
+            return
+        mine = torch.tensor([make_tag(meeting, number)], dtype=torch.int64)
+        tags = torch.zeros(self.grid.node_size, dtype=torch.int64)
+        work = all_gather(tags, mine, group=self._group, async_op=True)
+        self.control.wait_work(work, meeting.explain(number))
+        self.control.compare_tags(dict(enumerate(tags.tolist())))
+
+    def signal_published(self, epoch: int) -> None:
+        super().signal_published(epoch)
+        if self._over_nodes:  # flag B of all hosts at once: a rank that pulls needs every owner's
+            work: dist.Work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+            self._publishing = epoch, work
+
+    def _wait_for_epoch(self, peer: int, epoch: int) -> None:
+        if not self._over_nodes:
+            super()._wait_for_epoch(peer, epoch)
+            return
+        assert self._publishing is not None  # nobody pulls before it has published
+        published, work = self._publishing
+        if published < epoch:
+            raise OdcError(f"{self._me()} pulls in epoch {epoch}, but has published {published} only")
+        self.control.wait_work(work, f"parameters of epoch {epoch} of all ranks")
+
+    def _name(self, peer: int) -> str:
+        return self.control.describe_rank(self._ranks[peer])
+
     def _wait_until_added(self) -> None:
         """All messages that were sent before the barrier are added, in the order of the current stream."""
         stream = torch.cuda.current_stream(self._device)
@@ -338,12 +373,13 @@ class NvshmemTransport(CudaP2PTransport):
         counts.copy_(self._ring_words[_SENT], non_blocking=True)
         event = new_event()
         event.record(stream)
-        self.control.wait_until(event.query, "the barrier on the GPU", lambda: self._unmapped)
+        unmapped = [self._ranks[peer] for peer in self._unmapped]
+        self.control.wait_for_ranks(event.query, "the barrier on the GPU", lambda: unmapped)
         self._raise_status()
-        self.control.wait_until(
+        self.control.wait_for_ranks(
             lambda: self._failure is not None or not self._missing(counts),
             "gradients that other ranks have pushed",
-            lambda: self._missing(counts),
+            lambda: [self._ranks[peer] for peer in self._missing(counts)],
         )
         self._raise_status()
         stream.wait_event(self._last_added)
@@ -353,9 +389,7 @@ class NvshmemTransport(CudaP2PTransport):
 
     def _raise_status(self) -> None:
         if self._failure is not None:
-            raise OdcError(
-                f"{self.control.describe(self.grid.local)}: adding what was pushed failed: {self._failure}"
-            ) from self._failure
+            raise OdcError(f"{self._me()}: adding what was pushed failed: {self._failure}") from self._failure
         super()._raise_status()
 
     def close(self, meeting: Meeting | None = Meeting.CLOSE) -> None:
@@ -369,7 +403,7 @@ class NvshmemTransport(CudaP2PTransport):
                 self._thread.join(_STOP_S)
         own = self._memory[self.grid.local] if self._memory else None
         if meeting is not None and self._memory:
-            self.control.barrier(meeting)  # nobody's thread signals any more
+            self._meet_hosts(meeting, 0)  # nobody's thread signals any more
         super().close(None)
         self._unmapped = []
         if own is not None and meeting is not None:

@@ -65,7 +65,7 @@ def test_array_member_is_warned_saves_is_requeued_and_goes_on(cluster: Cluster, 
         wait_until(lambda: "Restarts=1" in cluster.state(job), "the member is requeued", 60)
         assert (tmp_path / "saved" / "latest").read_text().strip() == "step_4"
         cluster.wait_for(job, ["PENDING"])
-        # SLURM waits two minutes by itself before it runs a job again: a node refuses what it has just killed.
+        # SLURM waits two minutes by itself: a node refuses what it has just killed.
         code, _, err = cluster.run(tmp_path, "scontrol", "update", f"JobId={job}", "StartTime=now+4")
         assert code == 0, err
         wait_until(lambda: len(list(tmp_path.glob("done*"))) == 2, "the second run ends", 60)

@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "lockstep": (2, {"lockstep": True}),
     "nvshmem": (2, {"transport": "nvshmem"}),
     "unmapped": (2, {"transport": "nvshmem", "unmapped": True}),
+    # Two emulated hosts, full sharding over both: each has a control block of its own.
+    "two_hosts": (2, {"transport": "nvshmem", "unmapped": True, "sharding": "full", "node_size": 1}),
     "4": (4, {}),
     "2x2": (4, {"sharding": "hybrid", "node_size": 2}),
     "8": (8, {}),
