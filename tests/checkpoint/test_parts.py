@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import odcengine
 from checkpoint.toy import HYBRID, config_for, loss_sum, make_data, make_model, start, steps, whole
+from odcengine.checkpoint.tensors import Slabs
 from odcengine.errors import CheckpointError
 
 
@@ -150,6 +151,30 @@ def test_ranks_at_different_calls_are_named(tmp_path: Path) -> None:
     told = " ".join(result.error or "" for result in run_ranks(_different_calls, 2, str(tmp_path)))
     assert re.search(r"rank 0 \(.*?\) is at a save between steps, before step 1", told)
     assert re.search(r"rank 1 \(.*?\) is at the end of step 1", told)
+
+
+def test_memory_for_copies_is_used_again() -> None:
+    slabs = Slabs(pinned=False, slab_nbytes=4096)
+    sources = [
+        torch.arange(count, dtype=dtype)
+        for count, dtype in (
+            (900, torch.float32),
+            (3, torch.float64),
+            (100, torch.int16),
+            (3000, torch.int64),
+        )
+    ]
+    sources += [torch.tensor(1.5), torch.ones(40, 10, dtype=torch.bfloat16)]
+    places = []
+    for _ in range(3):
+        slabs.restart()
+        copies = [slabs.take(source) for source in sources]
+        for copy, source in zip(copies, sources, strict=True):
+            copy.copy_(source)
+        assert all(torch.equal(copy, source) for copy, source in zip(copies, sources, strict=True))
+        places.append([copy.data_ptr() for copy in copies])
+    assert places[0] == places[1] == places[2]
+    assert len(set(places[0])) == len(sources)
 
 
 # ---- for long ------------------------------------------------------------------------------------------

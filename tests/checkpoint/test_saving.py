@@ -299,6 +299,28 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path: Path) -> None:
     assert all("another run writes its checkpoints here" in told for told in second)
 
 
+def _says_why(rank: int, world_size: int, folder: str) -> tuple[int, list[str]]:
+    log = _Log()
+    engine, loader = start(config_for(folder, every_n_steps=1))
+    step = engine.global_steps
+    steps(engine, loader, 1)
+    engine.close()
+    return step, log.lines
+
+
+def test_half_a_checkpoint_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    """USER_CASES 11: step_200 has no completion mark, although ``latest`` names it."""
+    values(run_ranks(functools.partial(train, before=2, save=True), 2, str(tmp_path)))
+    half = tmp_path / "step_200"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes((tmp_path / "step_2" / "__0_0.distcp").read_bytes()[:100])
+    (tmp_path / "latest").write_text("step_200\n")
+    (step, lines), (other_step, _) = values(run_ranks(_says_why, 2, str(tmp_path)))
+    assert step == other_step == 2
+    assert any("skipped: " in line and "step_200 has no completion mark" in line for line in lines)
+    assert read_latest(tmp_path) == "step_3"
+
+
 def _again(rank: int, world_size: int, folder: str) -> int:
     """A first try that fails, and a second in the same process."""
     mark = Path(folder) / "step_3" / "complete.json"
