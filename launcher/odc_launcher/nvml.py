@@ -37,7 +37,8 @@ class Gpu:
         memory_bytes: size of its memory.
         mig: ids of its MIG devices (``MIG-...``), in order; empty without MIG.
         links: for each active NVLink the PCI address at its other end (a switch's or a GPU's).
-        peers: PCI address of each other GPU -> whether it can be read, written, and added to atomically.
+        peers: PCI address of each other GPU -> whether it can be read, written, and added to atomically; only
+            those of which the driver tells.
     """
 
     index: int
@@ -85,6 +86,11 @@ def read_gpus(root: Path = Path("/"), timeout_s: float = TIMEOUT_S) -> Gpus:
             timeout=timeout_s,
             check=False,
         )
+        if done.returncode:
+            last = (
+                done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+            ).splitlines()
+            return Gpus(error=f"the GPUs could not be listed: {last[-1]}")
         return parse(json.loads(done.stdout))
     except subprocess.TimeoutExpired:
         return Gpus(error=f"the driver did not list the GPUs within {timeout_s:g} s")
@@ -170,11 +176,11 @@ def _list(nvml: _Nvml) -> dict[str, Any]:
     for (index, handle), pci in zip(handles, addresses, strict=True):
         memory = _Memory()
         nvml("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-        peers = {
-            other: [_p2p(nvml, handle, peer, kind) for kind in (_P2P_READ, _P2P_WRITE, _P2P_ATOMICS)]
-            for (_, peer), other in zip(handles, addresses, strict=True)
-            if other != pci
-        }
+        peers = {}
+        for (_, peer), other in zip(handles, addresses, strict=True):
+            rights = [_p2p(nvml, handle, peer, kind) for kind in (_P2P_READ, _P2P_WRITE, _P2P_ATOMICS)]
+            if other != pci and None not in rights:
+                peers[other] = rights
         gpus.append(
             {
                 "index": index,
@@ -201,10 +207,11 @@ def _pci(nvml: _Nvml, name: str, *arguments: Any) -> str:
     return pci.address
 
 
-def _p2p(nvml: _Nvml, one: ctypes.c_void_p, other: ctypes.c_void_p, kind: int) -> bool:
-    """Status 0 is OK; an unknown question counts as no."""
+def _p2p(nvml: _Nvml, one: ctypes.c_void_p, other: ctypes.c_void_p, kind: int) -> bool | None:
+    """Whether one GPU may do that to the other's memory; None where the driver does not tell."""
     name = "nvmlDeviceGetP2PStatus"
-    return bool(_or_else(1, lambda: nvml.number(name, one, other, ctypes.c_uint(kind))) == 0)
+    status = _or_else(None, lambda: nvml.number(name, one, other, ctypes.c_uint(kind)))
+    return None if status is None else status == 0
 
 
 def _mig(nvml: _Nvml, handle: ctypes.c_void_p) -> list[str]:
