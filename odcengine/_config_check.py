@@ -367,7 +367,7 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         )
     if odc.unmapped and odc.transport != "nvshmem":
         yield ("odc.unmapped", "odc.transport"), "is a test switch of odc.transport: nvshmem; remove it"
-    if odc.node_size is not None and odc.sharding == "full":
+    if odc.node_size is not None and odc.sharding == "full" and not odc.unmapped:  # a test of several hosts
         yield (
             ("odc.node_size", "odc.sharding"),
             "has no use with odc.sharding: full; remove it, or set sharding to hybrid",
