@@ -23,7 +23,7 @@ from odcengine.config import PARAMS, Config, load_config
 from odcengine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "configs").iterdir())
+EXAMPLES = sorted(path for path in (ROOT / "configs").iterdir() if path.is_file())
 
 
 def run(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

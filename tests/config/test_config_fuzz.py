@@ -17,7 +17,7 @@ from odcengine.config import load_config
 from odcengine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-VALID = sorted((ROOT / "configs").iterdir())
+VALID = sorted(path for path in (ROOT / "configs").iterdir() if path.is_file())
 
 # fmt: off
 KEYS = [
