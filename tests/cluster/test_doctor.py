@@ -56,6 +56,7 @@ def test_two_healthy_nodes(cluster: Cluster, tmp_path: Path) -> None:
     assert not (tmp_path / "odc_logs").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_one_node_of_an_allocation_is_looked_at_there(cluster: Cluster, tmp_path: Path) -> None:
     """The shell of salloc may be on a login node."""
@@ -90,6 +91,7 @@ def test_a_node_that_hangs_is_named(cluster: Cluster, tmp_path: Path) -> None:
     assert text.startswith("no answer within 24 s")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 def test_by_mpirun(cluster: Cluster, tmp_path: Path) -> None:

@@ -82,11 +82,6 @@ def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, 
     [
         (2, {}, memory.Training()),
         (4, {"sharding": "hybrid", "node_size": 2, "bf16": True}, memory.Training(bf16=True)),
-        (
-            2,
-            {"tied": False, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
-            memory.Training(states=1),
-        ),
     ],
 )
 def test_prediction(world_size: int, odc: dict[str, Any], training: memory.Training) -> None:
