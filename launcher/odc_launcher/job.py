@@ -25,6 +25,7 @@ from odcengine.errors import ConfigError
 from odcengine.hostlist import read_hostfile
 from odcengine.topology import RankInfo, job_name, job_port, read_rank_info, slurm_in_step, step_hosts
 
+_JOIN_HOSTS = ("nvshmem", "mpi", "collective")
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
@@ -308,7 +309,7 @@ def plan_step(
             f"{shape.world_size} ranks on {num_nodes} nodes of SLURM's job {slurm.job_id(environ)} "
             f"({shape.source}), rank 0 at {where}, logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
-        warnings=(),
+        warnings=_sharding_warnings(request, num_nodes),
         num_nodes=num_nodes,
     )
 
@@ -347,7 +348,7 @@ def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], ma
         request=request,
         hash=None,
         summary=f"a job of {nodes} nodes with {nproc} ranks each",
-        warnings=(),
+        warnings=_sharding_warnings(request, nodes),
         num_nodes=nodes,
     )
 
@@ -417,7 +418,7 @@ def plan_mpi(
             f"{nodes * nproc} ranks by {flavor.name}, rank 0 at {where}, "
             f"logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
-        warnings=(),
+        warnings=_sharding_warnings(request, nodes),
         num_nodes=nodes,
     )
 
@@ -518,3 +519,14 @@ def _check(request: Request, environ: Mapping[str, str], num_nodes: int) -> None
     problems = [*common_problems(request), *value_problems({**environ, **request.env}, job)]
     if problems:
         raise ConfigError(*problems)
+
+
+def _sharding_warnings(request: Request, num_nodes: int) -> tuple[str, ...]:
+    """What the ranks will refuse on hosts of their own; a job may have waited hours for its nodes by then."""
+    if request.sharding != "full" or num_nodes < 2 or request.transport in _JOIN_HOSTS:
+        return ()
+    return (
+        f"odc.sharding: full on {num_nodes} nodes needs a transport that joins hosts "
+        f"({', '.join(_JOIN_HOSTS)}); with odc.transport: {request.transport} the ranks will refuse it: use "
+        "`odc.sharding: hybrid`",
+    )

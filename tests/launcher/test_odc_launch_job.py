@@ -127,6 +127,27 @@ def test_cores_of_a_task_are_the_jobs(environ: dict[str, str], expected: list[st
     assert [word for word in plan.argv if word.startswith("--cpus-per-task")] == expected
 
 
+@pytest.mark.parametrize(
+    ("sharding", "transport", "nodes", "warned"),
+    [
+        ("full", "auto", 2, True),
+        ("full", "cuda_p2p", 2, True),
+        ("full", "nvshmem", 2, False),
+        ("full", "auto", 1, False),
+        ("hybrid", "auto", 2, False),
+        ("auto", "auto", 2, False),
+    ],
+)
+def test_full_sharding_over_nodes_is_warned_of_before_the_job_waits(
+    sharding: str, transport: str, nodes: int, warned: bool
+) -> None:
+    request = replace(REQUEST, sharding=sharding, transport=transport)
+    plan = plan_submission(request, Wish(nodes=nodes), {}, MACHINE)
+    assert len(plan.warnings) == warned
+    for warning in plan.warnings:
+        assert "odc.sharding: full on 2 nodes needs a transport that joins hosts (nvshmem, mpi" in warning
+
+
 def test_submission() -> None:
     wish = Wish(
         nodes=2,
