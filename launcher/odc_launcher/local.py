@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -140,6 +140,7 @@ class _Launch:
                 stdout=write_end,
                 stderr=write_end,
                 start_new_session=True,
+                pass_fds=_descriptors_of_mpi(environ) if len(self._ranks) == 1 else (),
                 preexec_fn=ChildSetup(caught, cores=rank.plan.affinity.cores),
             )
         finally:
@@ -503,6 +504,16 @@ def _group_members(groups: set[int]) -> list[int]:
         if int(group) in groups and state not in (b"Z", b"X"):
             members.append(int(entry.name))
     return sorted(members)
+
+
+def _descriptors_of_mpi(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """What MPI's launcher has opened for its process (PMI-1 of Hydra, PMI-2 of SLURM): the rank is that."""
+    try:
+        number = int(environ.get("PMI_FD", ""))
+        os.fstat(number)
+    except (ValueError, OSError):
+        return ()
+    return (number,)
 
 
 def _fileno(stream: object) -> int | None:

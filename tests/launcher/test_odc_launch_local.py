@@ -475,3 +475,14 @@ def test_ranks_start_with_default_signal_handling(launcher: Launcher) -> None:
         print(blocked, handlers == [signal.SIG_DFL] * 3, os.getpgid(0) == os.getpid() == os.getsid(0))
     """
     assert finish(launcher.ranks(1, source))[1] == "[rank 0] set() True True\n"
+
+
+def test_descriptor_of_mpis_launcher_reaches_the_rank(launcher: Launcher) -> None:
+    """MPICH's mpiexec and SLURM's PMI-2 talk to MPI over one that they have opened."""
+    read_end, write_end = os.pipe()
+    launcher.env["PMI_FD"] = str(write_end)
+    process = launcher.ranks(1, "os.write(int(os.environ['PMI_FD']), b'cmd=init')", pass_fds=(write_end,))
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        assert finish(process)[0] == 0
+        assert pipe.read() == b"cmd=init"
