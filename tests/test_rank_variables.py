@@ -360,3 +360,32 @@ def test_random_environment_is_read_right_or_refused(seed: int) -> None:
         assert not others, (env, name, value, changed)
         key = "rank" if name in RANKS else "world_size"
         assert getattr(changed, key) == value
+
+
+# -- MPI -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (1, 4)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, (1, 4)),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "PMIX_RANK": "2"},
+            (2, None),
+        ),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, None),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+            (0, 1),
+        ),
+    ],
+    ids=["mpirun", "mpiexec", "srun --mpi=pmix", "srun", "torchrun", "odc-launch with ranks of its own"],
+)
+def test_what_mpi_will_call_this_process(
+    environ: dict[str, str], place: tuple[int, int | None] | None
+) -> None:
+    """Not what it is: `odc.transport: mpi` compares both."""
+    found = read_rank_info(environ).mpi
+    assert (None if found is None else (found.rank, found.size)) == place

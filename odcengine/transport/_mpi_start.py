@@ -216,7 +216,8 @@ class Mpi:
                 "MPI runs with less; let odcengine.initialize start it, or set mpi4py.rc.thread_level = "
                 "'serialized' before mpi4py.MPI is imported"
             )
-        self.version = " ".join(mpi.Get_library_version().split("\0")[0].split(",")[0].split())
+        text = mpi.Get_library_version().split("\0")[0].split("\n")[0]  # others continue for many lines
+        self.version = " ".join(text.split(",")[0].split())
         return None
 
     @property
