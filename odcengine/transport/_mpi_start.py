@@ -151,8 +151,9 @@ class Mpi:
     def stop_serving(self, poll: Callable[[], None]) -> None:
         """No call of ``poll`` begins after this; the caller must not be in MPI."""
         self._watchers.pop(poll, None)
-        with self._lock:
-            self._polls.pop(poll, None)
+        self._polls.pop(poll, None)
+        if self._lock.acquire(timeout=_FIRST_LOOK_S):  # the one that runs has ended; else a call was given up
+            self._lock.release()
         if not any(nap_s < _SWITCH_INTERVAL_S for nap_s in self._polls.values()):
             if self._user_switch_interval_s is not None:
                 sys.setswitchinterval(self._user_switch_interval_s)
@@ -180,7 +181,8 @@ class Mpi:
             try:
                 polls = self._polls
                 for poll in tuple(polls):
-                    poll()
+                    if poll in polls:
+                        poll()
             finally:
                 self._lock.release()
             if polls:

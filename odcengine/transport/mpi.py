@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from odcengine._hang import DEADLINE_EXIT_CODE
 from odcengine._memory import available_memory
 from odcengine._words import make_tag
 from odcengine.control import ControlBlock, Meeting
@@ -385,7 +386,7 @@ class MpiTransport(Transport):
         except OdcError as error:
             logger.critical("%s; this process cannot leave MPI, and ends here", error)
             self.control.fail(error)
-            os._exit(1)
+            os._exit(DEADLINE_EXIT_CODE if isinstance(error, DeadlineError) else 1)
 
     def _synchronize(self) -> None:
         """Own stores are seen by others' operations from here on, and theirs by own loads."""

@@ -15,7 +15,7 @@ from engine.toy import train
 pytestmark = needs_mpi
 
 # Each step of each micro-batch asks a rank that computes on the same two cores: fewer steps than the core's.
-STEPS = 4
+STEPS = 3
 HYBRID_CASES = ("tied", "lora", "bf16")
 
 
