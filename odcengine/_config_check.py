@@ -24,7 +24,6 @@ REFUSED_VALUES: dict[str, tuple[tuple[Any, str], ...]] = {
         (stage, f"stage {stage} is not supported: parameters are always sharded; expected 3")
         for stage in (0, 1, 2)
     ),
-    "odc.backend": (("deepspeed", f"deepspeed {_LATER}; expected fsdp2"),),
     "odc.deterministic": (
         (
             True,
@@ -156,11 +155,21 @@ class _Checker:
             )
 
     def _deepspeed_keys(self) -> None:
+        passed_on = self.get("odc.backend") == "deepspeed"
         for dotted, reason in deepspeed.NO_EFFECT.items():
             path = tuple(dotted.split("."))
-            if (holder := self.holder(path)) is not None:
-                del holder[path[-1]]
+            if (holder := self.holder(path)) is None:
+                continue
+            value = holder.pop(path[-1])
+            if not passed_on:
                 self.notice(path, f"accepted without effect: {reason}")
+            elif value == deepspeed.AUTO:
+                self.notice(path, "auto -> DeepSpeed's default")
+            else:
+                node = self.tree.setdefault("deepspeed", {})
+                for part in path[:-1]:
+                    node = node.setdefault(part, {})
+                node[path[-1]] = value
         for dotted, reason in deepspeed.REFUSED.items():
             path = tuple(dotted.split("."))
             if (holder := self.holder(path)) is not None:
@@ -332,8 +341,38 @@ class _Checker:
                 self.problem(keys[0], message)
 
 
+def _backend_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What DeepSpeed as the back end does otherwise, or not at all."""
+    if config.odc.backend == "fsdp2":
+        if config.deepspeed:
+            yield (
+                ("deepspeed", "odc.backend"),
+                "is for odc.backend: deepspeed only; remove it, or set the backend",
+            )
+        return
+    odc = config.odc
+    wrong = {
+        "odc.transport": (odc.transport == "collective", "collective is stock DeepSpeed; expected auto"),
+        "odc.lockstep": (odc.lockstep, "measures fsdp2 only; expected false"),
+        "odc.wrap": (odc.wrap != "auto", "DeepSpeed shards parameter by parameter; remove it"),
+        "odc.reshard_after_forward": (
+            not odc.reshard_after_forward,
+            "set deepspeed.zero_optimization.stage3_max_live_parameters and stage3_max_reuse_distance",
+        ),
+        "model.compile": (config.model.compile, "not with odc.backend: deepspeed; expected false"),
+        "checkpoint.dir": (
+            config.checkpoint.dir is not None,
+            "checkpoints are DeepSpeed's: call engine.save_checkpoint(dir) in the script, and remove it",
+        ),
+    }
+    for path, (is_wrong, message) in wrong.items():
+        if is_wrong:
+            yield (path, "odc.backend"), message
+
+
 def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields the keys and the message of every contradiction between valid values."""
+    yield from _backend_contradictions(config)
     odc, balance = config.odc, config.balance
     strategy = ("balance.strategy", "odc.transport", "odc.lockstep")
     uneven = ("lb_mini", "dynamic")

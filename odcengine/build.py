@@ -97,6 +97,17 @@ def initialize(
             "odcengine.initialize: give config=..., or start the script with odc-launch --config"
         )
     settings = load_config(source)
+    if settings.odc.backend == "deepspeed":
+        return _initialize_deepspeed(  # type: ignore[no-any-return]  # an engine with the same calls
+            settings,
+            model=model,
+            training_data=training_data,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            loss_fn=loss_fn,
+            collate_fn=collate_fn,
+            length_fn=length_fn,
+        )
     job = join(info, settings)
     control = job.control
     control.install_excepthook()
@@ -144,6 +155,17 @@ def initialize(
         control.close()  # the others have been told; a notebook may try again
         raise
     return engine, made, loader, scheduler
+
+
+def _initialize_deepspeed(settings: Config, **arguments: Any) -> Any:
+    try:
+        from odcengine.deepspeed.build import initialize_deepspeed
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"odc.backend: deepspeed needs DeepSpeed ({error}); install it with "
+            "DS_BUILD_OPS=0 pip install 'odcengine[deepspeed]'"
+        ) from error
+    return initialize_deepspeed(settings, **arguments)
 
 
 def _open_stored(config: Config, model: nn.Module | None) -> StoredModel | None:

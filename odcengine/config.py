@@ -318,8 +318,9 @@ DEVICE_OF_TRANSPORT = {"shm": "cpu", "mpi": "cpu", "cuda_p2p": "cuda", "nvshmem"
 class Odc(_Section):
     """On-demand communication."""
 
-    backend: Literal["fsdp2"] = Field(
-        default="fsdp2", description="Who shards the model: torch's fully_shard."
+    backend: Literal["fsdp2", "deepspeed"] = Field(
+        default="fsdp2",
+        description="Who shards the model: torch's fully_shard, or DeepSpeed's ZeRO-3 (docs/deepspeed.md).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where ranks compute; auto: one GPU a rank where there are any."
@@ -700,6 +701,11 @@ class Config(_Section):
     )
     monitor: Monitor = Field(default=Monitor(), description="What a run shows and writes.")
     launch: Launch = Field(default=Launch(), description="odc-launch.")
+    deepspeed: dict[str, Any] = Field(
+        default={},
+        description="With odc.backend: deepspeed, keys of DeepSpeed's own configuration; those that are "
+        "given in their usual places are taken here.",
+    )
 
     _notices: tuple[str, ...] = PrivateAttr(default=())
 

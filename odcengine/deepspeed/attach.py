@@ -123,16 +123,25 @@ def attach_deepspeed(
         return AttachedDeepSpeed(engine, None, None, None)
     settings = _on_device_of(engine, settings)
     job = join(info, settings)
+    job.control.install_excepthook()
     try:
-        return _attach(engine, settings, job)
+        return _attach(engine, settings, job)[0]
     except BaseException:
         job.control.close()  # the others have been told
         raise
 
 
-def _attach(engine: DeepSpeedEngine, settings: Config, job: Job) -> AttachedDeepSpeed:
+def attach_in_job(engine: DeepSpeedEngine, settings: Config, job: Job) -> tuple[AttachedDeepSpeed, OnDemand]:
+    """The same for ranks that have met already."""
+    check_engine(engine)
+    warning = check_version(allow_untested=settings.odc.allow_untested)
+    if warning and job.topology.rank == 0:
+        logger.warning("%s", warning)
+    return _attach(engine, settings, job)
+
+
+def _attach(engine: DeepSpeedEngine, settings: Config, job: Job) -> tuple[AttachedDeepSpeed, OnDemand]:
     control, optimizer = job.control, engine.optimizer
-    control.install_excepthook()
     with control.phase(Phase.STARTING):
         if job.device.torch_device != _device_of(engine):
             raise ConfigError(
@@ -154,7 +163,7 @@ def _attach(engine: DeepSpeedEngine, settings: Config, job: Job) -> AttachedDeep
             type(transport).__name__,
             settings.odc.grad_reduce,
         )
-    return AttachedDeepSpeed(engine, transport, job, odc)
+    return AttachedDeepSpeed(engine, transport, job, odc), odc
 
 
 def _settings(section: Mapping[str, Any]) -> Config:

@@ -8,19 +8,18 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from odcengine.config import Config
-from odcengine.control import Phase
+from odcengine.control import EventRecorder, Phase
 from odcengine.data import MinibatchLoader
 from odcengine.metrics import FlopsOf, StepMetrics, Tally
 from odcengine.monitor.progress import Outlook, Progress, Summary, make_progress
 from odcengine.monitor.recorder import Recorder
 from odcengine.monitor.timeline import Timeline, draw_timelines, gather_events
 from odcengine.monitor.writers import Background, Facts, JsonLines, TensorBoard, WandB, Writer, make_folder
-from odcengine.sharding.base import Sharding
 from odcengine.start import Job
 
 logger = logging.getLogger(__name__)
@@ -28,6 +27,15 @@ logger = logging.getLogger(__name__)
 _CLOSE_S, _CLOSE_AFTER_FAILURE_S = 30.0, 3.0
 _PICTURES = 8  # drawn at close: the newest timelines; `odc report timeline` draws the others
 _STEPS_FOR_SPEED = 20
+
+
+class Recorded(Protocol):
+    """What the monitor needs of what moves parameters and gradients."""
+
+    recorder: EventRecorder | None
+
+    @property
+    def groups(self) -> Sequence[Any]: ...
 
 
 class Monitor:
@@ -55,7 +63,7 @@ class Monitor:
         self,
         config: Config,
         job: Job,
-        sharding: Sharding,
+        sharding: Recorded,
         loader: MinibatchLoader | None,
         *,
         flops_of: FlopsOf | None,
