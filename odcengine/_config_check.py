@@ -166,10 +166,7 @@ class _Checker:
             elif value == deepspeed.AUTO:
                 self.notice(path, "auto -> DeepSpeed's default")
             else:
-                node = self.tree.setdefault("deepspeed", {})
-                for part in path[:-1]:
-                    node = node.setdefault(part, {})
-                node[path[-1]] = value
+                self._pass_on(path, value)
         for dotted, reason in deepspeed.REFUSED.items():
             path = tuple(dotted.split("."))
             if (holder := self.holder(path)) is not None:
@@ -178,6 +175,16 @@ class _Checker:
                     self.problem(path, reason)
                 elif isinstance(value, dict) and value.get("enabled") == deepspeed.AUTO:
                     self.notice((*path, "enabled"), "auto -> false")
+
+    def _pass_on(self, path: tuple[str, ...], value: Any) -> None:
+        """Put a key of DeepSpeed's into the section that is passed on to it."""
+        if self.tree.get("deepspeed") is None:
+            self.tree["deepspeed"] = {}
+        node: Any = self.tree["deepspeed"]
+        for part in path[:-1]:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict):  # what else stands there is reported as what it is
+            node[path[-1]] = value
 
     def _typed_section(self, name: str) -> None:
         """Canonicalises the ``type`` of an optimizer or scheduler; drops a section without a valid one."""

@@ -701,8 +701,8 @@ class Config(_Section):
     )
     monitor: Monitor = Field(default=Monitor(), description="What a run shows and writes.")
     launch: Launch = Field(default=Launch(), description="odc-launch.")
-    deepspeed: dict[str, Any] = Field(
-        default={},
+    deepspeed: dict[str, Any] | None = Field(
+        default=None,
         description="With odc.backend: deepspeed, keys of DeepSpeed's own configuration; those that are "
         "given in their usual places are taken here.",
     )

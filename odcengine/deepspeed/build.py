@@ -102,7 +102,7 @@ def _make_engine(
 
 def deepspeed_config(settings: Config) -> dict[str, Any]:
     """DeepSpeed's configuration: the ``deepspeed`` section, with what odcengine's own keys say."""
-    given = settings.deepspeed
+    given = settings.deepspeed or {}
     return {
         **given,
         "train_micro_batch_size_per_gpu": 1,
