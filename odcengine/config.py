@@ -365,8 +365,8 @@ class Odc(_Section):
         default=600.0,
         gt=0,
         le=MAX_SECONDS,
-        description="Longest time in seconds that an awaited rank may make no progress; a rank that compiles "
-        "(model.compile) makes none.",
+        description="Longest time in seconds that an awaited rank may make no progress. In the first step of "
+        "a model with model.compile it is startup_timeout_s where that is longer: who compiles makes none.",
     )
     startup_timeout_s: Float = Field(
         default=600.0,

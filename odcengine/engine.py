@@ -115,6 +115,8 @@ class OdcEngine(CheckpointCalls):
         if loader is not None:
             loader.before_draw = functools.partial(job.device.wait_for_backlog, job.control)
         self._sharding.publish(Changed.ALL)
+        if config.model.compile:  # the first step: a rank that compiles makes no progress
+            self._control.timeout_s = max(config.odc.timeout_s, config.odc.startup_timeout_s)
         self._start_minibatch()
         self._control.enter(Phase.BETWEEN, step=0, micro_batch=0)
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
@@ -270,6 +272,7 @@ class OdcEngine(CheckpointCalls):
         )
         if self._loader is not None:
             self._loader.measured(metrics.busy_s, metrics.num_samples)
+        self._control.timeout_s = self.config.odc.timeout_s
         self.global_steps += 1
         self._monitor.end_step(metrics, self._started)
         self._start_minibatch()

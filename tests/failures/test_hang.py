@@ -10,6 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+from distributed import run_ranks, values
+from engine.test_exactness import BY_NAME
+from engine.toy import config_for, loss_of, make_model, micro_batches
+
+import odcengine
 from odcengine._hang import DEADLINE_EXIT_CODE, RankState, ranges, report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,3 +118,28 @@ def test_report() -> None:
 def test_ranges() -> None:
     assert ranges([3, 0, 1, 2, 5, 7, 8]) == "0-3, 5, 7-8"
     assert ranges([4]) == "4"
+
+
+def _compiles_for_long(rank: int, world_size: int, slow_step: int) -> int:
+    from odcengine.models import compiled
+
+    compiled.compile_blocks = lambda blocks: None  # what compiling takes is a sleep here
+    case = BY_NAME["untied"]
+    config = config_for(case, timeout_s=1.5, startup_timeout_s=60)
+    config["model"] = {"compile": True}
+    engine, _, _, _ = odcengine.initialize(model=make_model(case), config=config)
+    with engine:
+        for step in range(2):
+            for micro_batch in micro_batches(case.name, 1, world_size, equal=True)[rank]:
+                loss, count = loss_of(engine, micro_batch)
+                if rank == 1 and step == slow_step:
+                    time.sleep(4.0)
+                engine.backward(loss, count=count)
+            engine.step()
+    return engine.global_steps
+
+
+def test_compiling_has_the_limit_of_the_start() -> None:
+    assert values(run_ranks(_compiles_for_long, 2, 0, timeout_s=90)) == [2, 2]
+    results = run_ranks(_compiles_for_long, 2, 1, timeout_s=90)
+    assert results[0].error_type == "DeadlineError", results
