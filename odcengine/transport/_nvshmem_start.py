@@ -82,9 +82,7 @@ def start_nvshmem(
         _adopt(library, rank, world_size)
         return library
     size, reason = plan_heap(needed, os.environ)
-    found_out = choose_vmm(rank, world_size, device.index, host_group)
-    if rank == 0 and found_out is not None:
-        logger.info("%s", found_out)
+    choose_vmm(rank, world_size, device.index, host_group)
     os.environ[SIZE_VARIABLE] = str(size)
     if rank == 0:
         logger.info("%s; %s=%d (%s)", version, SIZE_VARIABLE, size, reason)

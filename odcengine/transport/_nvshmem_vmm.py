@@ -112,23 +112,32 @@ def choose_vmm(
         timeout_s: longest time of one trial, in seconds.
 
     Returns:
-        What was found, in words; None where nothing was tried.
+        What was found, in words, which rank 0 has logged; None where nothing was tried.
     """
     env = os.environ if environ is None else environ
     if _any_rank(VMM_VARIABLE in env, group):
         return None
     why = _try(rank, world_size, gpu, group, command, {**env, SIZE_VARIABLE: _SMALL_HEAP}, timeout_s)
     if why is None:
-        return f"NVSHMEM's heap works without {VMM_VARIABLE}"
+        return _told(rank, logging.INFO, f"NVSHMEM's heap works without {VMM_VARIABLE}")
     disabled = {**env, SIZE_VARIABLE: _SMALL_HEAP, VMM_VARIABLE: "1"}
     still = _try(rank, world_size, gpu, group, command, disabled, timeout_s)
     if still is not None:
-        return f"a trial of NVSHMEM's heap failed, with and without {VMM_VARIABLE}: {still}"
+        text = f"a trial of NVSHMEM's heap failed, with and without {VMM_VARIABLE}: {still}"
+        return _told(rank, logging.WARNING, text)
     env[VMM_VARIABLE] = "1"
-    return (
+    text = (
         f"NVSHMEM's heap fails here ({why}) and works with {VMM_VARIABLE}=1, which is set now; "
         f"{SIZE_VARIABLE} is a hard limit then"
     )
+    return _told(rank, logging.WARNING, text)
+
+
+def _told(rank: int, level: int, text: str) -> str:
+    """Rank 0 says it for all."""
+    if rank == 0:
+        logger.log(level, "%s", text)
+    return text
 
 
 def _try(
