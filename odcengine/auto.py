@@ -39,8 +39,7 @@ def enable() -> None:
         options = _odc_section(args, kwargs)
         made = original(*args, **kwargs)
         if options is not None:
-            engine = made[0]
-            engine.odc_attached = attach(engine, options)
+            attach(made[0], options)
         return made
 
     setattr(initialize, _MARK, original)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from odcengine.config import Config, load_config
@@ -52,9 +52,10 @@ class AttachedDeepSpeed:
         self.transport = transport
         self._job = job
         self._odc = odc
-        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+        self._left_in_order = False
         if job is not None:
-            atexit.register(self._at_exit)
+            engine.odc_attached = self  # lives as long as the engine
+            atexit.register(functools.partial(_leave_at_exit, weakref.ref(self)))
 
     @property
     def num_boundaries(self) -> int:
@@ -85,13 +86,13 @@ class AttachedDeepSpeed:
         if odc is None or job is None or odc.closed:
             return
         odc.closed = True
-        atexit.unregister(self._at_exit)
         try:
             with job.control.phase(Phase.CLOSING):
                 odc.windows.close(meeting)
         finally:
             job.control.close()
         job.leave()
+        self._left_in_order = True
 
 
 def attach_deepspeed(
@@ -225,19 +226,26 @@ def boundary(engine: Any) -> None:
         found._is_gradient_accumulation_boundary = before
 
 
-def _close_at_exit(reference: weakref.ref[AttachedDeepSpeed]) -> None:
-    """Let go of an engine that the script left open, if the run went well so far."""
+def _leave_at_exit(reference: weakref.ref[AttachedDeepSpeed]) -> None:
+    """Let go of an engine that the script left open, if the run went well so far, and end the process groups.
+
+    DeepSpeed never ends them. A thread of gloo that still gives back the tensors of its last collective when
+    Python shuts down is ended by force while it waits for Python's lock, and that aborts the process
+    ("terminate called without an active exception"). Ending the groups joins these threads before.
+    """
     attached = reference()
-    if attached is None or attached._odc is None or attached._odc.closed:
+    if attached is None or attached._odc is None:
         return
     control = attached._odc.control
     if not control.is_owner:
         return
-    if control.failed:
-        attached._odc.closed = True
-        return
-    with contextlib.suppress(AttributeError):  # parts of torch may be gone
+    if not attached._odc.closed:
+        if control.failed:
+            attached._odc.closed = True
+            return
         try:
             attached._close(Meeting.EXIT)
         except OdcError as error:
             logger.error("at exit: %s", error)
+    if attached._left_in_order and dist.is_initialized():
+        dist.destroy_process_group()

@@ -71,3 +71,35 @@ def test_example(command: str, tmp_path: Path) -> None:
     norms = {step: {norm for s, _, _, norm in found if s == step} for step in "01"}
     assert all(len(values) == 1 for values in norms.values())  # equal on both ranks
     assert sum(int(count) for *_, count, _ in found) == 12
+
+
+LEFT_OPEN = """
+import atexit, logging, sys, time
+import torch.distributed as dist
+sys.path[:0] = [{tests!r}]
+from zero3.toy import Case, make_engine, train_engine
+import odcengine
+
+atexit.register(lambda: print("groups at the end:", dist.is_initialized(), flush=True))
+engine = make_engine(Case("open"))
+rank = dist.get_rank()
+odcengine.attach(engine, timeout_s=20)  # nobody keeps the handle
+train_engine(engine, rank, 2, Case("open"), steps=2)
+time.sleep(1.5 * rank)
+"""
+
+
+def test_an_engine_that_is_left_open_ends_in_order(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEFT_OPEN.format(tests=str(ROOT / "tests")))
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
+    done = subprocess.run(
+        [sys.executable, "-m", "odc_launcher", "--nproc-per-node", "2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("groups at the end: False") == 2
+    assert "died or left" not in done.stdout + done.stderr

@@ -193,7 +193,6 @@ def test_wrapping_is_opt_in_and_can_be_undone(tmp_path: Path) -> None:
         assert not attach.called
         for on in ({"config": str(file)}, {"config_params": json.loads(file.read_text())}, {"config": text}):
             engine, *_ = deepspeed.initialize(model=None, **on)
-            assert engine.odc_attached is attach.return_value
             attach.assert_called_with(engine, {"timeout_s": 9})
         with pytest.raises(ConfigError, match="enabled"):
             deepspeed.initialize(config={"odc": {"timeout_s": 9}})
