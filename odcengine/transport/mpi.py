@@ -463,8 +463,7 @@ class MpiTransport(Transport):
             return
         self.barrier(meeting)
         self._windows.clear()
-        held = self._arena is not None and self._arena() is not None and bool(gc.collect() or self._arena())
-        _, holding = self._exchange(held, meeting.explain(0))
+        _, holding = self._exchange(self._is_viewed(), meeting.explain(0))
         self._mpi.stop_serving(self._serve)
         if any(holding):  # MPI takes the memory away, whoever looks at it
             logger.warning("close(): views of windows are still in use; their memory stays until the end")
@@ -473,6 +472,12 @@ class MpiTransport(Transport):
             self._call(self._free, meeting.explain(0))
         self._mpi.closed(well=True)
         self.control.barrier(meeting)  # who leaves first would be missed by those that are still in MPI
+
+    def _is_viewed(self) -> bool:
+        """Whether a tensor still looks at this rank's windows."""
+        if self._arena is not None and self._arena() is not None:
+            gc.collect()
+        return self._arena is not None and self._arena() is not None
 
     def _free(self) -> None:
         self._window.Unlock_all()

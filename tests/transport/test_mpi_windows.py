@@ -241,6 +241,32 @@ def test_start_of_mpi_that_does_not_come_back_ends() -> None:
     assert [result.exit_code for result in results] == [-signal.SIGALRM, 0]
 
 
+# -- the end of a window -----------------------------------------------------------------------------------
+
+
+def _view_after_close(rank: int, world: int, backend: Backend, token: str, holder: int) -> bool:
+    control, transport = backend.make(rank, token)
+    assert isinstance(transport, MpiTransport)
+    (window,) = transport.allocate(plan_of(transport, (9, torch.float32)))
+    window.local.fill_(3.0)
+    cycle: list[Any] = [window.local]  # only the collector finds it
+    cycle.append(cycle)
+    view = window.local[0] if rank == holder else None
+    del cycle, window
+    conformance.finish(control, transport)
+    if view is not None:
+        assert torch.equal(view, torch.full((9,), 3.0))
+    return transport in process_mpi().kept
+
+
+@needs_mpi
+def test_memory_stays_while_a_tensor_views_it() -> None:
+    """MPI would take it away under the tensor: all ranks keep their windows then."""
+    backend = Pooled(((0, 1, 2),), options=WITHOUT_SHARED_MEMORY)
+    assert values(launch(backend, _view_after_close, 1)) == [True] * 3
+    assert values(launch(backend, _view_after_close, -1)) == [False] * 3
+
+
 # -- what is refused ---------------------------------------------------------------------------------------
 
 
