@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ CASES = [
     Case("nothing_persists", {"experts": True}, NO_PERSISTENCE),
     Case("managed", managed=True),
     Case("zero_init", zero_init=True),
+    Case("large", {"experts": True, "frozen": True}, large=6, clip=0.05),
+    Case("all_large", {"tied": False}, large=1),
     Case("adamw", optimizer="AdamW", lr=1e-2, tolerance=2e-5),
 ]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -37,16 +40,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2x2": (4, {"sharding": "hybrid", "node_size": 2}),
 }
 # More ranks in the default run only for what depends on their number and nodes.
-QUICK = ("clipped", "frozen", "conditional")
+QUICK = ("clipped", "frozen", "conditional", "large")
 
 
 def _train(rank: int, world_size: int, case: Case, odc: dict[str, Any]) -> dict[str, Any]:
     import odcengine
+    from odcengine.deepspeed import layout
 
     engine = make_engine(case)
-    attached = odcengine.attach(engine, timeout_s=30, startup_timeout_s=60, **case.odc, **odc)
-    norms = train_engine(engine, rank, world_size, case)
-    weights = whole_weights(engine)
+    with mock.patch.object(layout, "LARGE_SHARD", case.large or layout.LARGE_SHARD):
+        attached = odcengine.attach(engine, timeout_s=30, startup_timeout_s=60, **case.odc, **odc)
+        norms = train_engine(engine, rank, world_size, case)
+        weights = whole_weights(engine)
     attached.close()
     return {"norms": norms, "weights": weights}
 

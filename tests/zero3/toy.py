@@ -33,6 +33,7 @@ class Case:
     zero_init: bool = False
     low: torch.dtype | None = None
     clip: float = 0.0
+    large: int | None = None  # elements of a shard from which a parameter is moved by itself
 
 
 class Reentrant(TinyLM):
@@ -99,6 +100,8 @@ def make_engine(case: Case) -> Any:
 
 def loss_of(model: Any, micro_batch: tuple) -> torch.Tensor:
     tokens, targets, branch = micro_batch
+    device = next(model.parameters()).device
+    tokens, targets = tokens.to(device), targets.to(device)
     logits = model(tokens, branch)
     return F.cross_entropy(logits[0].float(), targets[0], ignore_index=-100, reduction="sum")
 
@@ -121,7 +124,7 @@ def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
-            found[name] = parameter.detach().float().clone()
+            found[name] = parameter.detach().float().cpu().clone()
     return found
 
 
