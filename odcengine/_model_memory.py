@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from odcengine._in_flight import peak
 from odcengine.errors import ConfigError
 from odcengine.transport.heap import Ring, aligned, heap_needed
 
@@ -70,7 +71,7 @@ class ModelMemory:
         accumulator: sums of gradients that others push.
         weights: this rank's shard of the weights that the optimizer changes.
         optimizer: its states.
-        exchange: received from other nodes at the end of a step.
+        exchange: received from other nodes at the end of a step, at most at once.
         gathered: full parameters and gradients of the blocks at hand, at most.
         heap_needed: bytes of NVSHMEM's heap that are used with ``odc.transport: nvshmem``.
     """
@@ -117,7 +118,8 @@ def plan_memory(
     """
     if num_nodes < 1 or world_size % num_nodes:
         raise ConfigError(f"{world_size} ranks cannot be divided between {num_nodes} nodes")
-    window = accumulator = weights = states = exchange = 0
+    window = accumulator = weights = states = 0
+    received: list[int] = []
     node_size = world_size // num_nodes
     for group in groups:
         shard = group.shard_numel(world_size)
@@ -132,13 +134,13 @@ def plan_memory(
         window += aligned(num_nodes * shard * pulled)
         accumulator += aligned(num_nodes * shard * summed)
         if num_nodes > 1:
-            exchange += num_nodes * shard * summed + shard * summed
+            received.append(num_nodes * shard * summed)
     return ModelMemory(
         window=window,
         accumulator=accumulator,
         weights=weights,
         optimizer=states,
-        exchange=exchange,
+        exchange=peak(received),
         gathered=_gathered(groups, training),
         heap_needed=heap_needed(window + accumulator, node_size, Ring()),
     )

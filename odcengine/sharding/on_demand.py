@@ -11,7 +11,9 @@ index l, one of each node, so that nothing crosses a node boundary inside a mini
 
 from __future__ import annotations
 
+import functools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -21,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from odcengine._collectives import all_gather
+from odcengine._in_flight import has_room
 from odcengine.control import ControlBlock, Meeting
 from odcengine.device import Mark
 from odcengine.errors import OdcError, UsageError
@@ -216,24 +219,26 @@ class OnDemandSharding(Sharding):
         return [window.local[0] for window in self._accumulators]
 
     def _between_nodes_sums(self) -> list[torch.Tensor]:
-        """Each rank of the column gets the others' sums of its shard and adds them in the order of nodes."""
-        works, start = [], self._mark()
+        """Each rank of the column gets the others' sums of its shard and adds them in the order of nodes.
+
+        The sum takes the place of the first row: what the rows held is on its way to the others, or was this
+        rank's own and is in the sum.
+        """
+        start = self._mark()
+        flight = _Flight(self.control, "the sum of gradients between nodes")
         for window in self._accumulators:
-            if window.local.numel():
-                rows = window.local if self._in_order() else window.local[self._node_order].contiguous()
+            local = window.local
+            if local.numel():
+                flight.make_room(window.spec.nbytes)
+                rows = local if self._in_order() else local[self._node_order].contiguous()
                 received = torch.empty_like(rows)
                 work = dist.all_to_all_single(received, rows, group=self._between_nodes, async_op=True)
+                add_up = functools.partial(torch.sum, received, dim=0, out=local[0])
+                flight.add(work, window.spec.nbytes, add_up)
                 self._count_exchange(rows[0])
-                works.append((work, received))
-            else:
-                works.append((None, window.local))
-        sums = []
-        for work, received in works:
-            if work is not None:
-                self.control.wait_work(work, "the sum of gradients between nodes")
-            sums.append(received.sum(dim=0))
+        flight.land()
         self.blocked.exchanges.append((start, self._mark()))
-        return sums
+        return self._own_rows()
 
     def _count_exchange(self, row: torch.Tensor) -> None:
         """This rank sends a row like this one to each other node, and gets one from it."""
@@ -271,7 +276,7 @@ class OnDemandSharding(Sharding):
             shape=param.shape,
             stride=param.stride(),
         )
-        if self._between_nodes is None and view.dtype == param.dtype:
+        if view.dtype == param.dtype:
             self._exposed[id(param)] = gradient  # the same memory in every minibatch
         return gradient
 
@@ -285,7 +290,8 @@ class OnDemandSharding(Sharding):
     @torch.no_grad()
     def publish(self, which: Changed) -> None:
         self.reshard()
-        works, start = [], self._mark()
+        start = self._mark()
+        flight = _Flight(self.control, "the exchange of parameters between nodes")
         for group, window in zip(self.groups, self._param_windows, strict=True):
             entries = which.of(group)
             if not entries:
@@ -294,22 +300,26 @@ class OnDemandSharding(Sharding):
             write_shard(group, row, entries)
             self._versions.update((id(entry.param), entry.param._version) for entry in entries)
             if self._between_nodes is not None:
-                rows = (
-                    window.local.reshape(-1) if self._in_order() else torch.empty_like(window.local).view(-1)
-                )
-                work = all_gather(rows, row.clone(), group=self._between_nodes, async_op=True)
-                self._count_exchange(row)
-                works.append((work, window, rows))
-        for work, window, rows in works:
-            self.control.wait_work(work, "the exchange of parameters between nodes")
-            if not self._in_order():
-                window.local[self._node_order] = rows.view(window.local.shape)
-        if works:
+                flight.make_room(window.spec.nbytes)
+                self._share(window, row, flight)
+        if flight.land():
             self.blocked.exchanges.append((start, self._mark()))
         self._compared.clear()
         self._differs.zero_()
         self.epoch += 1
         self.transport.signal_published(self.epoch)
+
+    def _share(self, window: Window, row: torch.Tensor, flight: _Flight) -> None:
+        """Give this rank's row of a window to the other nodes, and get theirs."""
+        rows = window.local.reshape(-1) if self._in_order() else torch.empty_like(window.local).view(-1)
+        work = all_gather(rows, row.clone(), group=self._between_nodes, async_op=True)
+        self._count_exchange(row)
+
+        def put_in_order() -> None:
+            if not self._in_order():
+                window.local[self._node_order] = rows.view(window.local.shape)
+
+        flight.add(work, window.spec.nbytes, put_in_order)
 
     def close(self) -> None:
         self.reshard()
@@ -318,6 +328,45 @@ class OnDemandSharding(Sharding):
         self._param_windows.clear()
         self._accumulators.clear()
         super().close()
+
+
+class _Flight:
+    """Exchanges between nodes of which only so much is on its way at once.
+
+    Args:
+        control: watches the waits.
+        what: what is exchanged, for messages.
+    """
+
+    def __init__(self, control: ControlBlock, what: str) -> None:
+        self._control = control
+        self._what = what
+        self._flying: deque[tuple[dist.Work, int, Callable[[], object]]] = deque()
+        self._nbytes = 0
+        self._count = 0
+
+    def make_room(self, nbytes: int) -> None:
+        """Before an exchange that receives so many bytes."""
+        while not has_room(len(self._flying), self._nbytes, nbytes):
+            self._land_first()
+
+    def add(self, work: dist.Work, nbytes: int, then: Callable[[], object]) -> None:
+        """An exchange has begun; ``then`` is called when it is done."""
+        self._flying.append((work, nbytes, then))
+        self._nbytes += nbytes
+        self._count += 1
+
+    def _land_first(self) -> None:
+        work, nbytes, then = self._flying.popleft()
+        self._control.wait_work(work, self._what)
+        then()
+        self._nbytes -= nbytes
+
+    def land(self) -> int:
+        """Wait for all; returns how many there were."""
+        while self._flying:
+            self._land_first()
+        return self._count
 
 
 class _PullHook(PlainMemory, AllGather):

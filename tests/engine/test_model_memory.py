@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed import run_ranks, values
 
+from odcengine import _in_flight as in_flight
 from odcengine import _model_memory as memory
 from odcengine.config import load_config
 from odcengine.models.shapes import main, model_shapes
@@ -117,7 +118,7 @@ def test_the_price_of_hybrid_sharding() -> None:
     assert (hybrid.window, hybrid.accumulator) == (4 * full.window, 4 * full.accumulator)
     assert (hybrid.weights, hybrid.optimizer) == (full.weights, full.optimizer)
     assert full.exchange == 0
-    assert hybrid.exchange == 4 * 4096 * 1024 // 32 * 5
+    assert hybrid.exchange == 4 * 4096 * 1024 // 32 * 4
 
 
 def test_settings_of_optimizers() -> None:
@@ -141,3 +142,14 @@ def test_stored_dtype_counts_without_reading_weights(
     path.write_text("train_batch_size: 8\noptimizer: {type: SGD}\nmodel: {path: /no/such/model}\n")
     assert main([str(path)]) == 2
     assert "/no/such/model" in capsys.readouterr().err
+
+
+def test_only_so_much_is_exchanged_at_once() -> None:
+    assert in_flight.peak([]) == 0
+    assert in_flight.peak([5, 3, 9]) == 17
+    limit = in_flight.LIMIT_NBYTES
+    assert in_flight.peak([limit // 4] * 100) == limit
+    assert in_flight.peak([limit, 3 * limit, limit // 2]) == 4 * limit  # two always may
+    blocks = [memory.GroupShapes(f"layer{n}", ((8192, 8192),), 4) for n in range(64)]
+    hybrid = memory.plan_memory(blocks, 32, 4, memory.Training(bf16=True))
+    assert hybrid.exchange == limit
