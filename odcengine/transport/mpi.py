@@ -396,6 +396,15 @@ class MpiTransport(Transport):
     # -- entering MPI --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
+    def mpi(self) -> Iterator[Any]:
+        """``mpi4py.MPI`` for calls of the script's own: no other thread is in MPI inside of this block.
+
+        A call in it that takes longer than ``odc.timeout_s`` ends the process.
+        """
+        with self._mpi.entered(self.control) as mpi:
+            yield mpi
+
+    @contextlib.contextmanager
     def _entered(self) -> Iterator[Any]:
         try:
             if self._failure is not None:

@@ -155,12 +155,15 @@ def _alone(rank: int, world: int, backend: Backend, token: str) -> None:
     control, transport = backend.make(rank, token)
     before = sys.getswitchinterval()
     transport.allocate(plan_of(transport, (4, torch.uint8)))
+    assert isinstance(transport, MpiTransport)
+    with transport.mpi() as mpi:
+        assert mpi.COMM_WORLD.allgather(rank) == [0, 1]
     conformance.finish(control, transport)
     assert sys.getswitchinterval() == before
 
 
 @needs_mpi
-def test_settings_of_the_interpreter_come_back() -> None:
+def test_script_calls_mpi_itself_and_settings_of_the_interpreter_come_back() -> None:
     values(launch(MpiBackend(((0, 1),)), _alone))
 
 
