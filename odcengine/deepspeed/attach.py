@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from odcengine.config import Config, load_config
 from odcengine.control import Meeting, Phase
 from odcengine.deepspeed.guard import check_engine, check_version
-from odcengine.deepspeed.stage3 import OnDemand, layout_of, move_into_windows
+from odcengine.deepspeed.stage3 import OnDemand, layout_of, move_into_windows, move_out_of_windows
 from odcengine.deepspeed.windows import ZeroWindows
 from odcengine.errors import ConfigError, OdcError, UsageError
 from odcengine.start import Job, join, make_transport
@@ -74,7 +74,7 @@ class AttachedDeepSpeed:
     def close(self) -> None:
         """Leave the job: wait for all ranks, then let go of the windows. Collective.
 
-        The engine's weights stay where they are and may be saved rank by rank, but it cannot train any more.
+        The engine keeps its weights and the optimizer's states, but it cannot compute or train any more.
 
         Raises:
             PeerError: another rank failed before it came here.
@@ -88,6 +88,8 @@ class AttachedDeepSpeed:
         odc.closed = True
         try:
             with job.control.phase(Phase.CLOSING):
+                if meeting is Meeting.CLOSE:
+                    move_out_of_windows(self.engine.optimizer)
                 odc.windows.close(meeting)
         finally:
             job.control.close()

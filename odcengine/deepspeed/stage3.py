@@ -306,27 +306,43 @@ def move_into_windows(
 
 
 def _move_parameters(optimizer: Any, odc: OnDemand, params: Sequence[Any]) -> None:
-    """Copy the shards, and let DeepSpeed's views show the copies: same tensors, other memory."""
+    """Copy the shards into their windows, and let DeepSpeed's tensors show the copies."""
     flat = odc.windows.trained_shards()
     flat.copy_(optimizer.lp_param_buffer)
-    optimizer.lp_param_buffer.data = flat
-    start = 0
-    for index, numel in enumerate(optimizer.fp16_partitioned_groups_flat_numel):
-        low, master = (
-            optimizer.fp16_partitioned_groups_flat[index],
-            optimizer.fp32_partitioned_groups_flat[index],
-        )
-        before = low.data_ptr()
-        low.data = flat.narrow(0, start, numel)
-        if master is not low and numel and master.data_ptr() == before:
-            master.data = low.data
-        start += numel
+    _show(optimizer, flat)
     for param in params:
         slot = odc.slots[param.ds_id]
-        shard = odc.windows.shard(slot)
         if not slot.spec.trained:
+            shard = odc.windows.shard(slot)
             shard.copy_(param.ds_tensor)
-        param.ds_tensor.data = shard
+            param.ds_tensor.data = shard
+
+
+@torch.no_grad()
+def move_out_of_windows(optimizer: Any) -> None:
+    """Give the shards memory of their own again; the windows are about to go."""
+    _show(optimizer, optimizer.lp_param_buffer.clone())
+    for param in optimizer.module.parameters():
+        if not optimizer.odc.slots[param.ds_id].spec.trained:
+            param.ds_tensor.data = param.ds_tensor.clone()
+    getattr(optimizer, _PARTITIONS).clear()
+    optimizer.averaged_gradients.clear()
+
+
+def _show(optimizer: Any, flat: torch.Tensor) -> None:
+    """Let DeepSpeed's tensors of trained shards be views of ``flat``: the same tensors, other memory."""
+    optimizer.lp_param_buffer.data = flat
+    start = 0
+    for index, group in enumerate(optimizer.fp16_groups):
+        low = optimizer.fp16_partitioned_groups_flat[index]
+        master = optimizer.fp32_partitioned_groups_flat[index]
+        shared = low.numel() and master.data_ptr() == low.data_ptr()
+        low.data = flat.narrow(0, start, low.numel())
+        if shared and master is not low:
+            master.data = low.data
+        for param in group:
+            param.ds_tensor.data = flat.narrow(0, start, param.partition_numel())
+            start += param.partition_numel()
 
 
 def _move_gradients(optimizer: Any, odc: OnDemand, params: Sequence[Any]) -> None:
@@ -410,4 +426,11 @@ def _partition(
     odc.windows.publish(min(slot.offset for slot in slots), max(slot.end for slot in slots))
 
 
-__all__ = ["OnDemand", "OnDemandStage3", "check_layout", "layout_of", "move_into_windows"]
+__all__ = [
+    "OnDemand",
+    "OnDemandStage3",
+    "check_layout",
+    "layout_of",
+    "move_into_windows",
+    "move_out_of_windows",
+]

@@ -267,7 +267,11 @@ def _evaluate_and_write(rank: int, world_size: int) -> dict[str, Any]:
     with pytest.raises(odcengine_error("UsageError"), match="attached already"):
         odcengine.attach(engine)
     train_engine(engine, rank, world_size, case, first=2, steps=2)
+    shards = [(p.ds_tensor.data_ptr(), p.ds_tensor.clone()) for p in engine.module.parameters()]
     attached.close()
+    for (address, shard), parameter in zip(shards, engine.module.parameters(), strict=True):
+        assert torch.equal(parameter.ds_tensor, shard)
+        assert parameter.ds_tensor.data_ptr() != address  # the window is gone
     with pytest.raises(odcengine_error("UsageError"), match="closed"):
         engine(torch.arange(5)[None], 0)
     return {"written": written}
