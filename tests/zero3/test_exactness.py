@@ -39,8 +39,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "3": (3, {}),
     "2x2": (4, {"sharding": "hybrid", "node_size": 2}),
 }
-# More ranks in the default run only for what depends on their number and nodes.
+# More nodes in the default run only for what depends on them; test_protocol.py has three ranks of one.
 QUICK = ("clipped", "frozen", "conditional", "large")
+DEFAULT = [("2x2", name) for name in QUICK]
 
 
 def _train(rank: int, world_size: int, case: Case, odc: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _cells() -> list[Any]:
             case,
             layout,
             id=f"{case.name}-{layout}",
-            marks=[] if layout == "2" or case.name in QUICK else [pytest.mark.soak],
+            marks=[] if layout == "2" or (layout, case.name) in DEFAULT else [pytest.mark.soak],
         )
         for layout in LAYOUTS
         for case in CASES

@@ -334,7 +334,10 @@ def _unequal_boundaries(rank: int, world_size: int, kind: str) -> None:
     boundary_of(engine)
 
 
-@pytest.mark.parametrize(("kind", "message"), [("raises", "out of data"), ("leaves", "rank 1")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("raises", "out of data"), pytest.param("leaves", "rank 1", marks=pytest.mark.soak)],
+)
 def test_a_rank_that_stops_is_named(kind: str, message: str) -> None:
     results = run_ranks(_unequal_boundaries, 2, kind, timeout_s=60)
     assert not any(result.hung for result in results)
