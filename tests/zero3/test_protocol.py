@@ -206,10 +206,37 @@ def _overflow(rank: int, world_size: int) -> tuple[list[int], dict[str, torch.Te
     return skipped, weights
 
 
+HALF = Case("half", config={"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}, clip=0.5)
+
+
+def _half(rank: int, world_size: int) -> dict[str, Any]:
+    """fp16 with its loss scale, which DeepSpeed does not offer on CPUs; then an infinite loss on rank 1."""
+    from deepspeed.accelerator import get_accelerator
+
+    import odcengine
+
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+        engine = make_engine(HALF)
+        attached = odcengine.attach(engine, **ODC)
+        norms = train_engine(engine, rank, world_size, HALF)
+        weights = whole_weights(engine)
+        scales = []
+        for step in range(2):
+            for micro_batch in micro_batches(HALF.name, step, world_size, True)[rank]:
+                factor = float("inf") if (rank, step) == (1, 0) else 0.1
+                engine.backward(loss_of(engine, micro_batch) * factor)
+            engine.step()
+            scales.append((engine.optimizer.loss_scale, engine.skipped_steps))
+        finite = all(bool(value.isfinite().all()) for value in whole_weights(engine).values())
+        attached.close()
+    return {"norms": norms, "weights": weights, "scales": scales, "finite": finite}
+
+
 def _pair(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """What two ranks try out one after the other."""
     return {
         "overflow": _overflow(rank, world_size),
+        "half": _half(rank, world_size),
         "written": _evaluate_and_write(rank, world_size),
         "checkpoint": _checkpoint(rank, world_size, folder),
         "stock collectives": _count_collectives(rank, world_size, False),
@@ -239,6 +266,15 @@ def test_all_ranks_skip_a_step_that_is_not_finite(pair: list[dict[str, Any]]) ->
     assert [skipped for skipped, _ in ranks] == [[0, 1, 1], [0, 1, 1]]
     assert all(bool(value.isfinite().all()) for _, weights in ranks for value in weights.values())
     assert error_of(ranks[0][1], ranks[1][1]) == 0.0
+
+
+def test_fp16_and_its_loss_scale(pair: list[dict[str, Any]]) -> None:
+    right = reference(HALF, 2)
+    for rank in (rank["half"] for rank in pair):
+        assert error_of(rank["weights"], right["weights"]) < 3e-3
+        assert rank["norms"] == pytest.approx(right["norms"], rel=5e-3)
+        assert rank["scales"] == [(128.0, 1), (128.0, 1)]  # halved once, on all ranks
+        assert rank["finite"]
 
 
 def _evaluate_and_write(rank: int, world_size: int) -> dict[str, Any]:
