@@ -215,7 +215,7 @@ def _half(rank: int, world_size: int) -> dict[str, Any]:
 
     import odcengine
 
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):
         engine = make_engine(HALF)
         attached = odcengine.attach(engine, **ODC)
         norms = train_engine(engine, rank, world_size, HALF)
