@@ -253,7 +253,7 @@ def _start_elsewhere(
             return step.run(plan)
         environ, ask = dict(os.environ), wish
         if mode == "slurm":
-            states = restart.node_states(plan.hosts)
+            states = restart.node_states(plan.hosts, os.environ["SLURM_JOB_ID"])
             environ, missing = restart.healthy_environ(environ, plan.hosts, states)
             if missing:
                 print(f"odc-launch: without {', '.join(missing)}, which SLURM calls down", file=sys.stderr)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
 from odc_launcher.failure import Outcome
-from odcengine.hostlist import expand_counts
+from odcengine.hostlist import expand_counts, expand_hostlist
 from odcengine.preemption import REQUEUE_EXIT_CODE
 
 _MISTAKES = ("ConfigError", "UsageError", "SyntaxError", "ImportError", "ModuleNotFoundError")
@@ -101,16 +102,40 @@ def _is_gone(state: str) -> bool:
     return state.endswith("*") or any(word in state for word in _GONE)
 
 
-def node_states(hosts: tuple[str, ...]) -> dict[str, str]:
-    """SLURM's state of each node; empty where it does not answer."""
+def node_states(hosts: tuple[str, ...], job: str) -> dict[str, str]:
+    """SLURM's state of each node; of one that the job has lost, ``failed``.
+
+    Args:
+        hosts: the nodes that the job had.
+        job: its id. It has lost a node for good, even if that works again by now.
+    """
     argv = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]
-    try:
-        shown = subprocess.run(argv, timeout=_COMMAND_TIMEOUT_S, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        _note(f"sinfo does not tell which nodes work ({error}); all are used again")
+    rows = (line.split() for line in _ask(argv).splitlines())
+    states = {row[0]: row[1] for row in rows if len(row) == 2}
+    return states | lost_nodes(hosts, _ask(["scontrol", "show", "job", "--oneliner", job]))
+
+
+def lost_nodes(hosts: tuple[str, ...], shown: str) -> dict[str, str]:
+    """The nodes that a job does not have any more, each ``failed``.
+
+    Args:
+        hosts: the nodes that it had.
+        shown: what ``scontrol show job --oneliner`` prints.
+    """
+    found = re.search(r"(?:^|\s)NodeList=(\S+)", shown)
+    if found is None or found.group(1) == "(null)":
         return {}
-    rows = (line.split() for line in shown.stdout.splitlines())
-    return {row[0]: row[1] for row in rows if len(row) == 2}
+    kept = expand_hostlist(found.group(1), "NodeList of scontrol")
+    return {host: "failed" for host in hosts if host not in kept}
+
+
+def _ask(argv: list[str]) -> str:
+    try:
+        done = subprocess.run(argv, timeout=_COMMAND_TIMEOUT_S, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        _note(f"{argv[0]} does not tell which nodes work: {error}")
+        return ""
+    return done.stdout
 
 
 def log_folder(first: str, done: int) -> str:

@@ -132,3 +132,10 @@ def test_submitted_jobs_outlive_a_node(tmp_path: Path) -> None:
     assert "#SBATCH --no-kill\n" in shown.stdout
     assert "--max-restarts=2" in shown.stdout
     assert "--no-kill" not in plain.stdout
+
+
+def test_nodes_that_a_job_has_lost() -> None:
+    shown = "JobId=7 ReqNodeList=(null) ExcNodeList=(null)\n NodeList=n[1,3] BatchHost=n1 NumNodes=2"
+    assert restart.lost_nodes(("n1", "n2", "n3"), shown) == {"n2": "failed"}
+    assert restart.lost_nodes(("n1", "n2"), "NodeList=(null)") == {}
+    assert restart.lost_nodes(("n1", "n2"), "") == {}
