@@ -306,7 +306,8 @@ def _evaluate_and_write(rank: int, world_size: int) -> dict[str, Any]:
     shards = [(p.ds_tensor.data_ptr(), p.ds_tensor.clone()) for p in engine.module.parameters()]
     attached.close()
     for (address, shard), parameter in zip(shards, engine.module.parameters(), strict=True):
-        assert torch.equal(parameter.ds_tensor, shard)
+        # As bytes: DeepSpeed leaves the padding of the last shards as it finds it, NaN sometimes.
+        assert torch.equal(parameter.ds_tensor.view(torch.uint8), shard.view(torch.uint8))
         assert parameter.ds_tensor.data_ptr() != address  # the window is gone
     with pytest.raises(odcengine_error("UsageError"), match="closed"):
         engine(torch.arange(5)[None], 0)
