@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from odcengine._summed_loss import LossFn
 from odcengine.balance import CostModel, OnlineCost
 from odcengine.config import Config, load_config
 from odcengine.control import Phase
 from odcengine.data import MinibatchLoader, TokenDataset
-from odcengine.engine import LossFn, OdcEngine
+from odcengine.engine import OdcEngine
 from odcengine.errors import ConfigError
 from odcengine.metrics import FlopsOf
 from odcengine.models import (

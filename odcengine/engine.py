@@ -15,7 +15,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -27,15 +27,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from odcengine._garbage import QuietGarbage
+from odcengine._summed_loss import LossFn, SummedLoss
 from odcengine.checkpoint.calls import CheckpointCalls
 from odcengine.checkpoint.checkpoints import Checkpoints
 from odcengine.checkpoint.state import Trained
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
-from odcengine.data import MicroBatch, MinibatchLoader
+from odcengine.data import MinibatchLoader
 from odcengine.device import Mark
 from odcengine.errors import CheckpointError, OdcError, UsageError
-from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics, whole_or_none
 from odcengine.monitor import Monitor
 from odcengine.preemption import Preempted, StopRequests
@@ -45,8 +45,6 @@ from odcengine.start import Job
 from odcengine.transport.base import Transport
 
 logger = logging.getLogger(__name__)
-
-LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
@@ -108,7 +106,7 @@ class OdcEngine(CheckpointCalls):
                 ", ".join(self._stop.foreign),
             )
         self._num_minibatches = 0  # begun in this process
-        self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
+        self._summed_loss = SummedLoss(loss_fn, config.odc.normalize_by, job.device.torch_device)
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._garbage = QuietGarbage(config.odc.manage_gc)
         self._closed = False
@@ -141,25 +139,9 @@ class OdcEngine(CheckpointCalls):
             if trains:
                 self._monitor.tally.forward(args[0] if args else None)
             with self._device.computing():
-                if len(args) == 1 and not kwargs and self._knows_loss(args[0]):
-                    loss = self._loss_fn(self.module, self._to_device(args[0]))
-                    if trains:
-                        self._pending_counts.append(self._count_of(args[0]))
-                    return loss
+                if self._summed_loss.is_known(args, kwargs):
+                    return self._summed_loss(self.module, args[0], trains=trains)
                 return self.module(*args, **kwargs)
-
-    def _to_device(self, micro_batch: Any) -> Any:
-        if isinstance(micro_batch, MicroBatch) and micro_batch.input_ids.device.type != self._device.type:
-            return micro_batch.to(self._device.torch_device)
-        return micro_batch
-
-    def _knows_loss(self, micro_batch: Any) -> bool:
-        return isinstance(micro_batch, MicroBatch) or self._loss_fn is not causal_lm_loss_sum
-
-    def _count_of(self, micro_batch: Any) -> float | None:
-        name = "num_targets" if self.config.odc.normalize_by == "tokens" else "num_samples"
-        value = getattr(micro_batch, name, None)
-        return None if value is None else float(value)
 
     def backward(self, loss: torch.Tensor, *, count: float | None = None) -> None:
         """Backward of a *summed* loss; gradients add up in their owners' accumulators.
@@ -175,20 +157,14 @@ class OdcEngine(CheckpointCalls):
         self._require_open()
         with self._control.phase(Phase.BACKWARD):
             self._begin()
-            if loss.numel() != 1:
-                raise UsageError(
-                    f"backward: the loss has shape {list(loss.shape)}; give the sum of the losses"
-                )
-            count = self._sum_pending() if count is None else float(count)
-            if not 0 <= count < math.inf:
-                raise UsageError(f"backward: count is {count}; it must be a number of 0 or more")
+            count = self._summed_loss.count_of_backward(loss, count)
             if self._loader is not None and self._loader.is_dummy:
                 # A stand-in that keeps collectives in step: run it, but let it add nothing.
                 loss, count = loss * 0.0, 0.0
             self._garbage.pause()  # an evaluation may be long and need it
             with self._device.computing(), self._sharding.counted_backward():
                 loss.backward()  # type: ignore[no-untyped-call]
-            self._pending_counts.clear()
+            self._summed_loss.pending.clear()
             self._monitor.tally.backward()
             self._count += count
             self._loss_sum += loss.detach().reshape(()).to(self._device.torch_device, torch.float64)
@@ -212,16 +188,6 @@ class OdcEngine(CheckpointCalls):
         self._device.wait_for_backlog(self._control)
         return self._control.draw(self._num_minibatches)
 
-    def _sum_pending(self) -> float:
-        # Only the sum over the minibatch matters, so a backward may cover several forwards.
-        counts = [count for count in self._pending_counts if count is not None]
-        if not counts or len(counts) < len(self._pending_counts):
-            raise UsageError(
-                "backward: give count=..., the number of tokens (or sequences) that the summed loss is over; "
-                "the engine knows it only for micro-batches of its loader"
-            )
-        return sum(counts)
-
     # -- the minibatch's end ---------------------------------------------------------------------------
 
     def step(self) -> StepMetrics:
@@ -240,7 +206,7 @@ class OdcEngine(CheckpointCalls):
         with control.phase(Phase.BARRIER):
             self._begin()
             self._sharding.check_parameters()
-            if self._pending_counts:
+            if self._summed_loss.pending:
                 logger.warning("step %d: a forward without backward; its count is left out", step)
             arrived = self._device.mark()
             self._meet(step)
@@ -451,7 +417,7 @@ class OdcEngine(CheckpointCalls):
         self._monitor.begin_step(self.global_steps)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device.torch_device)
         self._count = 0.0
-        self._pending_counts: list[float | None] = []  # of forwards since the last backward
+        self._summed_loss.pending.clear()
         self._micro_batches = 0
         self._begun = False
         self._ended_at = time.perf_counter()

@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from odcengine import build as parts
+from odcengine._summed_loss import LossFn
 from odcengine.config import Config
 from odcengine.control import Phase
 from odcengine.data import MinibatchLoader
 from odcengine.deepspeed.attach import attach_in_job
-from odcengine.deepspeed.engine import LossFn, NoGroups, ZeroEngine
+from odcengine.deepspeed.engine import NoGroups, ZeroEngine
 from odcengine.errors import ConfigError
 from odcengine.monitor import Monitor
 from odcengine.optim import build_scheduler

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -18,20 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from odcengine._summed_loss import LossFn, SummedLoss
 from odcengine.config import Config
 from odcengine.control import EventRecorder, Phase
-from odcengine.data import MicroBatch, MinibatchLoader
+from odcengine.data import MinibatchLoader
 from odcengine.deepspeed.attach import AttachedDeepSpeed
 from odcengine.deepspeed.stage3 import OnDemand
 from odcengine.errors import UsageError
-from odcengine.losses import causal_lm_loss_sum
 from odcengine.metrics import StepMetrics, whole_or_none
 from odcengine.monitor import Monitor
 from odcengine.start import Job
 
 logger = logging.getLogger(__name__)
-
-LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class NoGroups:
@@ -78,7 +76,7 @@ class ZeroEngine:
         self._control = job.control
         self._monitor = monitor
         self._loader = loader
-        self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
+        self._summed_loss = SummedLoss(loss_fn, config.odc.normalize_by, job.device.torch_device)
         odc.scale = self._agree
         odc.after_meeting = self._met
         self._start_minibatch()
@@ -93,26 +91,9 @@ class ZeroEngine:
             if trains:
                 self._begin()
                 self._monitor.tally.forward(args[0] if args else None)
-            if len(args) == 1 and not kwargs and self._knows_loss(args[0]):
-                loss = self._loss_fn(self.deepspeed, self._to_device(args[0]))
-                if trains:
-                    self._pending_counts.append(self._count_of(args[0]))
-                return loss
+            if self._summed_loss.is_known(args, kwargs):
+                return self._summed_loss(self.deepspeed, args[0], trains=trains)
             return self.deepspeed(*args, **kwargs)
-
-    def _to_device(self, micro_batch: Any) -> Any:
-        device = self._job.device
-        if isinstance(micro_batch, MicroBatch) and micro_batch.input_ids.device.type != device.type:
-            return micro_batch.to(device.torch_device)
-        return micro_batch
-
-    def _knows_loss(self, micro_batch: Any) -> bool:
-        return isinstance(micro_batch, MicroBatch) or self._loss_fn is not causal_lm_loss_sum
-
-    def _count_of(self, micro_batch: Any) -> float | None:
-        name = "num_targets" if self.config.odc.normalize_by == "tokens" else "num_samples"
-        value = getattr(micro_batch, name, None)
-        return None if value is None else float(value)
 
     def backward(self, loss: torch.Tensor, *, count: float | None = None) -> None:
         """Backward of a *summed* loss.
@@ -125,29 +106,14 @@ class ZeroEngine:
         self._odc.require_open()
         with self._control.phase(Phase.BACKWARD):
             self._begin()
-            if loss.numel() != 1:
-                raise UsageError(
-                    f"backward: the loss has shape {list(loss.shape)}; give the sum of the losses"
-                )
-            count = self._sum_pending() if count is None else float(count)
-            if not 0 <= count < math.inf:
-                raise UsageError(f"backward: count is {count}; it must be a number of 0 or more")
+            count = self._summed_loss.count_of_backward(loss, count)
             self.deepspeed.backward(loss)
-            self._pending_counts.clear()
+            self._summed_loss.pending.clear()
             self._monitor.tally.backward()
             self._count += count
             self._loss_sum += loss.detach().reshape(()).double()
             self._num_micro_batches += 1
         self._control.enter(Phase.BETWEEN)
-
-    def _sum_pending(self) -> float:
-        counts = [count for count in self._pending_counts if count is not None]
-        if not counts or len(counts) < len(self._pending_counts):
-            raise UsageError(
-                "backward: give count=..., the number of tokens (or sequences) that the summed loss is over; "
-                "the engine knows it only for micro-batches of its loader"
-            )
-        return sum(counts)
 
     # -- the minibatch's end ---------------------------------------------------------------------------
 
@@ -220,7 +186,7 @@ class ZeroEngine:
         self._monitor.begin_step(self.global_steps)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._job.device.torch_device)
         self._count = 0.0
-        self._pending_counts: list[float | None] = []
+        self._summed_loss.pending.clear()
         self._num_micro_batches = 0
         self._begun = False
         self._ended_at = time.perf_counter()

@@ -1,0 +1,79 @@
+"""Summed losses of micro-batches and the counts that they are over, alike for every engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from odcengine.data import MicroBatch
+from odcengine.errors import UsageError
+from odcengine.losses import causal_lm_loss_sum
+
+LossFn = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class SummedLoss:
+    """The loss of an engine's micro-batches, and what its forwards since the last backward count.
+
+    Attributes:
+        pending: of each forward since the last backward its count; None where the engine does not know it.
+
+    Args:
+        loss_fn: returns the summed loss; None: the token loss of a causal language model.
+        normalize_by: ``odc.normalize_by``.
+        device: where the engine computes.
+    """
+
+    def __init__(self, loss_fn: LossFn | None, normalize_by: str, device: torch.device) -> None:
+        self.pending: list[float | None] = []
+        self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
+        self._count_name = "num_targets" if normalize_by == "tokens" else "num_samples"
+        self._device = device
+
+    def is_known(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+        """Whether a call of the engine asks for a loss, rather than for the model's outputs."""
+        if len(arguments) != 1 or keywords:
+            return False
+        return isinstance(arguments[0], MicroBatch) or self._loss_fn is not causal_lm_loss_sum
+
+    def __call__(self, model: nn.Module, micro_batch: Any, *, trains: bool) -> torch.Tensor:
+        """The loss, which is counted where it ``trains``."""
+        moved = micro_batch
+        if isinstance(micro_batch, MicroBatch) and micro_batch.input_ids.device.type != self._device.type:
+            moved = micro_batch.to(self._device)
+        loss = self._loss_fn(model, moved)
+        if trains:
+            value = getattr(micro_batch, self._count_name, None)
+            self.pending.append(None if value is None else float(value))
+        return loss
+
+    def count_of_backward(self, loss: torch.Tensor, count: float | None) -> float:
+        """What a backward adds to the minibatch's count.
+
+        Args:
+            loss: that it is of.
+            count: as the script says; None: of the forwards since the last backward.
+
+        Raises:
+            UsageError: the count is missing or is no number of 0 or more, or the loss is no scalar.
+        """
+        if loss.numel() != 1:
+            raise UsageError(f"backward: the loss has shape {list(loss.shape)}; give the sum of the losses")
+        count = self._sum_pending() if count is None else float(count)
+        if not 0 <= count < math.inf:
+            raise UsageError(f"backward: count is {count}; it must be a number of 0 or more")
+        return count
+
+    def _sum_pending(self) -> float:
+        # Only the sum over the minibatch matters, so a backward may cover several forwards.
+        counts = [count for count in self.pending if count is not None]
+        if not counts or len(counts) < len(self.pending):
+            raise UsageError(
+                "backward: give count=..., the number of tokens (or sequences) that the summed loss is over; "
+                "the engine knows it only for micro-batches of its loader"
+            )
+        return sum(counts)
