@@ -44,12 +44,23 @@ _MESSAGE_BYTES = 4096
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
 _PEER_CHECK_S, _LOOK_FOR_CAUSE_S = 0.05, 3.0
 _GIVE_UP_S = 1.0  # then a failure is told or read without the lock of its slot
+_ON_ITS_WAY_S = 1.0  # that bytes of a rank that has failed since may take between two sockets
 _STOPPED_S = 1.0  # a waiting rank that has not looked around for so long is not waiting but stopped
 _SUSPENDED_S = 1.0  # a nap that took so long was none: the whole job may have been stopped for a while
 _WORDS_PER_SLOT = 32
 _ACTIVE, _LEFT = 1, 2
 _PRIMARY, _SECONDARY = 1, 2
 _ALIVE_LOCK, _SLOT_LOCK, _FIRST_USER_LOCK = 0, 1, 2  # each times the group's size, plus the local index
+
+
+def _within(seconds: float, ready: Callable[[], bool]) -> bool:
+    """Whether ``ready`` is true at some time in the next seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if ready():
+            return True
+        time.sleep(_LONGEST_NAP_S)
+    return False
 
 
 class Work(Protocol):
@@ -363,6 +374,7 @@ class ControlBlock:
         elsewhere: Callable[[], Sequence[int]] | None = None,
         timeout_s: float | None = None,
         idle: bool = True,
+        late_s: float = 0.0,
     ) -> float:
         """Wait for ``ready`` with an eye on failures, deaths and deadlines.
 
@@ -379,6 +391,7 @@ class ControlBlock:
             elsewhere: returns the global ranks of other nodes that have not arrived yet; called now and then.
             timeout_s: limit in seconds without a sign of life; the block's own by default.
             idle: this is time lost by waiting, and recorded as such; not while data is on its way.
+            late_s: seconds in which what a rank sent before it failed may still arrive.
 
         Returns:
             Seconds spent.
@@ -407,12 +420,16 @@ class ControlBlock:
                         self._check_failures()
                         remote = elsewhere() if elsewhere is not None else ()
                         self._check_deadline(awaited(), remote, everyone, counted_from, limit_s, what)
-                except PeerError:
-                    if ready():
+                except PeerError as error:
+                    if ready() or (not isinstance(error, DeadlineError) and _within(late_s, ready)):
                         break
                     raise
-        finally:
+        except DeadlineError:
+            raise  # it still is a victim of the rank that it waited for: others must not blame it
+        except BaseException:
             self._mine[Word.WAITS_FOR] = 0
+            raise
+        self._mine[Word.WAITS_FOR] = 0
         end = time.monotonic_ns()
         if self.recorder is not None and idle:
             self.recorder.add("wait", begun / 1e9, end / 1e9)
@@ -434,7 +451,10 @@ class ControlBlock:
     def wait_work(self, work: Work, what: str) -> float:
         """Wait for an asynchronous collective over all ranks; as :meth:`wait_until`."""
         others = [index for index in range(self._size) if index != self._me]
-        seconds = self.wait_until(work.is_completed, what, lambda: others, everyone=True)
+        # A rank that has the result may fail of what it says, before the others have the last bytes of it.
+        seconds = self.wait_until(
+            work.is_completed, what, lambda: others, everyone=True, late_s=_ON_ITS_WAY_S
+        )
         try:
             work.wait()
         except RuntimeError as error:

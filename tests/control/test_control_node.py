@@ -110,6 +110,55 @@ def test_rank_that_is_stopped_while_it_waits_is_blamed() -> None:
         assert "rank 2 (" not in blamed, report
 
 
+def _gives_up(rank: int, world: int, token: str) -> tuple[str, bool]:
+    control = block(rank, world, token)
+    control.barrier(Meeting.ALLOCATE)
+    told, waits = "", False
+    if rank == 1:
+        error = report_of(lambda: control.wait_until(lambda: False, "rank 0", lambda: (0,), timeout_s=0.3))
+        told, waits = error.error_type, control._is_waiting(1)
+    control.barrier(Meeting.END_OF_STEP)
+    return told, waits
+
+
+def test_rank_that_has_just_given_up_still_counts_as_waiting() -> None:
+    """Else another one that gives up before it has heard of that would blame it."""
+    assert values(launch(_gives_up, 2))[1] == ("DeadlineError", True)
+
+
+class _Late:
+    """A collective whose last bytes come when the rank that sent them has failed."""
+
+    def __init__(self, control: ControlBlock, after_s: float) -> None:
+        self.control, self.after_s, self.failed_at = control, after_s, 0.0
+
+    def is_completed(self) -> bool:
+        try:
+            self.control.check()
+        except PeerError:
+            self.failed_at = self.failed_at or time.monotonic()
+        return bool(self.failed_at) and time.monotonic() - self.failed_at > self.after_s
+
+    def wait(self) -> bool:
+        return True
+
+
+def _last_bytes(rank: int, world: int, token: str) -> list[str]:
+    control = block(rank, world, token)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 1:
+        control.fail(UsageError("what the collective said is bad"))
+        return []
+    control.wait_work(_Late(control, 0.05), "news")
+    return [report_of(lambda: control.wait_work(_Hanging(), "more news")).message]
+
+
+def test_collective_that_arrives_after_a_failure_counts() -> None:
+    """All ranks learn what it says, so that they refuse it alike; the next one does fail."""
+    (told,), _ = values(launch(_last_bytes, 2))
+    assert "what the collective said is bad" in told
+
+
 class _Failing(_Hanging):
     """A collective that fails in the backend."""
 
