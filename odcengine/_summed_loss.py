@@ -11,9 +11,9 @@ from torch import nn
 
 from odcengine.data import MicroBatch
 from odcengine.errors import UsageError
-from odcengine.losses import causal_lm_loss_sum
+from odcengine.losses import LossSum, causal_lm_loss_sum
 
-LossFn = Callable[[nn.Module, Any], torch.Tensor]
+LossFn = Callable[[nn.Module, Any], Any]
 
 
 class SummedLoss:
@@ -23,7 +23,8 @@ class SummedLoss:
         pending: of each forward since the last backward its count; None where the engine does not know it.
 
     Args:
-        loss_fn: returns the summed loss; None: the token loss of a causal language model.
+        loss_fn: returns the summed loss, as a scalar or a :class:`~odcengine.losses.LossSum`; None: the token
+            loss of a causal language model.
         normalize_by: ``odc.normalize_by``.
         device: where the engine computes.
     """
@@ -36,37 +37,57 @@ class SummedLoss:
 
     def is_known(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
         """Whether a call of the engine asks for a loss, rather than for the model's outputs."""
-        if len(arguments) != 1 or keywords:
+        if len(arguments) != 1 or keywords.keys() - {"loss_fn"}:
             return False
+        if keywords:
+            return callable(keywords["loss_fn"])
         return isinstance(arguments[0], MicroBatch) or self._loss_fn is not causal_lm_loss_sum
 
-    def __call__(self, model: nn.Module, micro_batch: Any, *, trains: bool) -> torch.Tensor:
-        """The loss, which is counted where it ``trains``."""
+    def __call__(
+        self, model: nn.Module, micro_batch: Any, loss_fn: LossFn | None = None, *, trains: bool
+    ) -> Any:
+        """What the loss function returns, which is counted where it ``trains``.
+
+        Args:
+            model: the sharded model.
+            micro_batch: any one argument; a :class:`~odcengine.data.MicroBatch` is moved to the device.
+            loss_fn: in the place of the engine's own, for this call.
+            trains: whether a backward will follow.
+        """
         moved = micro_batch
         if isinstance(micro_batch, MicroBatch) and micro_batch.input_ids.device.type != self._device.type:
             moved = micro_batch.to(self._device)
-        loss = self._loss_fn(model, moved)
+        loss = (loss_fn or self._loss_fn)(model, moved)
         if trains:
             value = getattr(micro_batch, self._count_name, None)
+            if isinstance(loss, LossSum):
+                value = loss.count
             self.pending.append(None if value is None else float(value))
         return loss
 
-    def count_of_backward(self, loss: torch.Tensor, count: float | None) -> float:
-        """What a backward adds to the minibatch's count.
+    def of_backward(self, loss: torch.Tensor | LossSum, count: float | None) -> tuple[torch.Tensor, float]:
+        """The scalar of a backward, and what it adds to the minibatch's count.
 
         Args:
-            loss: that it is of.
-            count: as the script says; None: of the forwards since the last backward.
+            loss: as the script gives it.
+            count: as the script says; None: that of the loss, or of the forwards since the last backward.
 
         Raises:
-            UsageError: the count is missing or is no number of 0 or more, or the loss is no scalar.
+            UsageError: the count is missing, is there twice or is no number of 0 or more, or the loss is no
+                scalar.
         """
+        if isinstance(loss, LossSum):
+            if count is not None:
+                raise UsageError(
+                    f"backward: count is {count}, but the loss is a LossSum, which says {loss.count}"
+                )
+            count, loss = loss.count, loss.loss_sum
         if loss.numel() != 1:
             raise UsageError(f"backward: the loss has shape {list(loss.shape)}; give the sum of the losses")
         count = self._sum_pending() if count is None else float(count)
         if not 0 <= count < math.inf:
             raise UsageError(f"backward: count is {count}; it must be a number of 0 or more")
-        return count
+        return loss, count
 
     def _sum_pending(self) -> float:
         # Only the sum over the minibatch matters, so a backward may cover several forwards.

@@ -36,6 +36,7 @@ from odcengine.control import Meeting, Phase
 from odcengine.data import MinibatchLoader
 from odcengine.device import Mark
 from odcengine.errors import CheckpointError, OdcError, UsageError
+from odcengine.losses import LossSum
 from odcengine.metrics import StepMetrics, whole_or_none
 from odcengine.monitor import Monitor
 from odcengine.preemption import Preempted, StopRequests
@@ -126,9 +127,10 @@ class OdcEngine(CheckpointCalls):
         """Forward.
 
         With one micro-batch of the loader returns its summed loss, and so with any one argument where a
-        ``loss_fn`` was given. With anything else calls the model and returns its outputs; the loss is then
-        the caller's. An exception in here ends the job on all ranks: others may wait for what this rank had
-        to do.
+        ``loss_fn`` was given. With ``engine(micro_batch, loss_fn=...)`` that function is called in the place
+        of the engine's own, as ``loss_fn(model, micro_batch)``, and may return anything (log-probabilities).
+        With anything else calls the model and returns its outputs; the loss is then the caller's. An
+        exception in here ends the job on all ranks: others may wait for what this rank had to do.
         """
         self._require_open()
         with self._control.phase(Phase.FORWARD):
@@ -140,14 +142,15 @@ class OdcEngine(CheckpointCalls):
                 self._monitor.tally.forward(args[0] if args else None)
             with self._device.computing():
                 if self._summed_loss.is_known(args, kwargs):
-                    return self._summed_loss(self.module, args[0], trains=trains)
+                    return self._summed_loss(self.module, *args, **kwargs, trains=trains)
                 return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, *, count: float | None = None) -> None:
+    def backward(self, loss: torch.Tensor | LossSum, *, count: float | None = None) -> None:
         """Backward of a *summed* loss; gradients add up in their owners' accumulators.
 
         Args:
-            loss: scalar, the sum of the losses of the micro-batch (not their mean).
+            loss: scalar, the sum of the losses of the micro-batch (not their mean); or a
+                :class:`~odcengine.losses.LossSum`, which says its count itself.
             count: what the micro-batch adds to the number that the minibatch's loss is divided by: tokens
                 with a target, or sequences. Needed where the engine did not compute the loss itself.
 
@@ -157,7 +160,7 @@ class OdcEngine(CheckpointCalls):
         self._require_open()
         with self._control.phase(Phase.BACKWARD):
             self._begin()
-            count = self._summed_loss.count_of_backward(loss, count)
+            loss, count = self._summed_loss.of_backward(loss, count)
             if self._loader is not None and self._loader.is_dummy:
                 # A stand-in that keeps collectives in step: run it, but let it add nothing.
                 loss, count = loss * 0.0, 0.0

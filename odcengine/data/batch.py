@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from odcengine.errors import UsageError
@@ -49,18 +48,24 @@ class MicroBatch:
     ``i`` has to predict, so they are compared with the logits as they are. A row may end with padding,
     which is a segment of its own (no sample sees it) without targets.
 
+    A sample is one sequence of tokens, or several that have to stay together (the two answers of a preference
+    pair): these are neighbours in the row, and each is a segment of its own.
+
     Args:
         input_ids: ``[1, T]`` int64.
         labels: ``[1, T]`` int64, :data:`IGNORE_INDEX` where there is no target.
         position_ids: ``[1, T]`` int64, starting at 0 in every segment.
-        cu_seqlens: ``[num_samples + 1]`` int32, boundaries of the samples; the last is ``num_tokens``.
+        cu_seqlens: ``[num_sequences + 1]`` int32, boundaries of the sequences; the last is ``num_tokens``.
         cu_segments: ``cu_seqlens``, with ``T`` appended where the row ends with padding, int32.
         max_seqlen: tokens of the longest segment.
         num_tokens: tokens of samples, without padding.
         num_targets: positions with a target.
         num_samples: number of samples; 0 for the dummy that stands for an empty micro-batch.
         sample_ids: index of each sample in the data set.
+        fields: what else the samples say, by name (:func:`pack_samples`): ``[1, T, ...]`` of tokens, aligned
+            with the labels; ``[num_sequences]`` of sequences.
         segments: ``cu_segments`` for the host; found by itself.
+        targets_per_sequence: positions with a target of each sequence, for the host; found by itself.
 
     Raises:
         UsageError: boundaries that do not fit the row, or not ``max_seqlen``.
@@ -76,13 +81,21 @@ class MicroBatch:
     num_targets: int
     num_samples: int
     sample_ids: tuple[int, ...]
+    fields: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, repr=False)
     segments: Segments | None = dataclasses.field(default=None, repr=False)
+    targets_per_sequence: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         # On another device they were checked before the move, and looking again would make the host wait.
         device = self.cu_segments.device.type
         if device == "cpu" or (self.segments is None and device != "meta"):
             object.__setattr__(self, "segments", _segments_of(self))
+            object.__setattr__(self, "targets_per_sequence", _targets_per_sequence(self))
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences of tokens; ``num_samples``, unless samples hold several."""
+        return len(self.cu_seqlens) - 1
 
     @property
     def is_dummy(self) -> bool:
@@ -118,7 +131,62 @@ class MicroBatch:
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
-        return dataclasses.replace(self, **changed)
+        fields = {name: change(value) for name, value in self.fields.items()}
+        return dataclasses.replace(self, fields=fields, **changed)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Give every position the value of its sequence.
+
+        Args:
+            values: ``[num_sequences]``.
+
+        Returns:
+            ``[1, T]``; 0 in padding.
+        """
+        self._check("spread", values, [self.num_sequences])
+        return torch.cat([values, values.new_zeros(1)])[self._sequence_of_position()][None]
+
+    def sum_per_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum the values of each sequence's positions.
+
+        Args:
+            values: ``[1, T]``, aligned with the labels.
+
+        Returns:
+            ``[num_sequences]``.
+        """
+        self._check("sum_per_sequence", values, list(self.labels.shape))
+        sums = values.new_zeros(self.num_sequences + 1)
+        return sums.index_add(0, self._sequence_of_position(), values[0])[:-1]
+
+    def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a row into its sequences, the inverse of what :func:`pack_samples` does with fields.
+
+        Args:
+            values: ``[1, T, ...]``, aligned with the labels: what is found at position ``i`` belongs to the
+                token behind it, as the log-probability of a label does.
+
+        Returns:
+            For each sequence ``[l, ...]``, aligned with its tokens; 0 for the first, which nothing predicts.
+        """
+        if values.shape[:2] != self.labels.shape:
+            raise UsageError(
+                f"MicroBatch.unpack: values of shape {list(values.shape)}, must begin with "
+                f"{list(self.labels.shape)}"
+            )
+        boundaries = () if self.segments is None else self.segments.boundaries[: self.num_sequences + 1]
+        pieces = [values[0, start:stop] for start, stop in itertools.pairwise(boundaries)]
+        return [torch.cat([torch.zeros_like(piece[:1]), piece[:-1]]) for piece in pieces]
+
+    def _sequence_of_position(self) -> torch.Tensor:
+        """Int64 ``[T]``: which sequence each position is of; ``num_sequences`` in padding."""
+        length, device = self.input_ids.shape[-1], self.cu_seqlens.device
+        positions = torch.arange(length, dtype=self.cu_seqlens.dtype, device=device)
+        return torch.searchsorted(self.cu_seqlens[1:], positions, right=True)
+
+    def _check(self, name: str, values: torch.Tensor, shape: list[int]) -> None:
+        if list(values.shape) != shape:
+            raise UsageError(f"MicroBatch.{name}: values of shape {list(values.shape)}, must be {shape}")
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for a causal language model of transformers, without labels.
@@ -136,67 +204,6 @@ class MicroBatch:
             "max_length_k": self.max_seqlen,
             "odc_segments": self.segments,
         }
-
-
-def pack_samples(
-    samples: Sequence[Sample],
-    *,
-    sample_ids: Sequence[int] | None = None,
-    pad_to_multiple_of: int = 1,
-    pad_token_id: int = 0,
-) -> MicroBatch:
-    """Pack samples into one row.
-
-    Args:
-        samples: mappings with ``input_ids`` (1-D integers, at least one) and optionally either
-            ``labels`` (same length, *not* shifted, as in transformers: ``labels[i]`` belongs to token ``i``,
-            :data:`IGNORE_INDEX` where it is not to be learned) or ``loss_mask`` (same length, true where the
-            token is to be learned). Without either, every token but the first is a target. The first token
-            of a sample is never one, as nothing precedes it. An empty list gives a dummy: one padding token.
-        sample_ids: index of each sample in the data set; positions in ``samples`` if None.
-        pad_to_multiple_of: the row's length is rounded up to a multiple of this with a trailing segment.
-        pad_token_id: the token of the padding.
-
-    Returns:
-        The micro-batch, on the CPU.
-
-    Raises:
-        UsageError: a sample without tokens, or whose labels or mask do not fit its tokens.
-    """
-    ids = tuple(range(len(samples))) if sample_ids is None else tuple(int(index) for index in sample_ids)
-    if len(ids) != len(samples):
-        raise UsageError(f"pack_samples: {len(samples)} samples, but {len(ids)} sample_ids")
-    if pad_to_multiple_of < 1:
-        raise UsageError(f"pack_samples: pad_to_multiple_of is {pad_to_multiple_of}, but must be at least 1")
-    pairs = [_tokens_and_targets(sample, index) for sample, index in zip(samples, ids, strict=True)]
-    lengths = [len(tokens) for tokens, _ in pairs]
-    num_tokens = sum(lengths)
-    num_padding = -num_tokens % pad_to_multiple_of if samples else pad_to_multiple_of
-    row = np.full(num_tokens + num_padding, pad_token_id, dtype=np.int64)
-    labels = np.full(num_tokens + num_padding, IGNORE_INDEX, dtype=np.int64)
-    positions = np.empty(num_tokens + num_padding, dtype=np.int64)
-    boundaries = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
-    for (tokens, targets), start in zip(pairs, boundaries.tolist(), strict=False):
-        row[start : start + len(tokens)] = tokens
-        labels[start : start + len(tokens)] = targets
-        positions[start : start + len(tokens)] = np.arange(len(tokens))
-    positions[num_tokens:] = np.arange(num_padding)
-    cu_seqlens = torch.from_numpy(boundaries)
-    cu_segments = cu_seqlens
-    if num_padding:
-        cu_segments = torch.from_numpy(np.append(boundaries, np.int32(len(row))))
-    return MicroBatch(
-        input_ids=torch.from_numpy(row)[None],
-        labels=torch.from_numpy(labels)[None],
-        position_ids=torch.from_numpy(positions)[None],
-        cu_seqlens=cu_seqlens,
-        cu_segments=cu_segments,
-        max_seqlen=max([*lengths, num_padding]),
-        num_tokens=num_tokens,
-        num_targets=int((labels != IGNORE_INDEX).sum()),
-        num_samples=len(samples),
-        sample_ids=ids,
-    )
 
 
 def _segments_of(batch: MicroBatch) -> Segments:
@@ -217,49 +224,13 @@ def _segments_of(batch: MicroBatch) -> Segments:
     return segments
 
 
+def _targets_per_sequence(batch: MicroBatch) -> tuple[int, ...]:
+    if batch.segments is None or batch.labels.device.type != "cpu":
+        return ()
+    before = np.concatenate([[0], np.cumsum(batch.labels[0].numpy() != IGNORE_INDEX)])
+    counts: list[int] = np.diff(before[list(batch.segments.boundaries[: batch.num_sequences + 1])]).tolist()
+    return tuple(counts)
+
+
 def _shorten(numbers: list[int]) -> str:
     return str(numbers) if len(numbers) <= 8 else f"[{', '.join(map(str, numbers[:8]))}, ...]"
-
-
-def num_targets_of(sample: Sample, index: int) -> int:
-    """How many positions of a sample have a target; ``index`` is for the error message."""
-    return int((_tokens_and_targets(sample, index)[1] != IGNORE_INDEX).sum())
-
-
-def truncate_sample(sample: Sample, max_tokens: int) -> dict[str, Any]:
-    """The sample cut after ``max_tokens`` tokens, its labels or mask with it."""
-    return {
-        name: value[:max_tokens] if name in ("input_ids", "labels", "loss_mask") else value
-        for name, value in sample.items()
-    }
-
-
-def _tokens_and_targets(sample: Sample, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Tokens of a sample and, shifted by one, what each position has to predict."""
-    if not isinstance(sample, Mapping) or "input_ids" not in sample:
-        raise UsageError(
-            f"sample {index} is a {type(sample).__name__} without input_ids; give a mapping with input_ids "
-            "and labels or loss_mask, or a collate_fn of your own"
-        )
-    tokens = np.asarray(sample["input_ids"])
-    if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
-        raise UsageError(
-            f"sample {index}: input_ids has shape {list(tokens.shape)} and type {tokens.dtype}, "
-            "but must be 1-D integers, at least one"
-        )
-    tokens = tokens.astype(np.int64)  # unsigned tokens could not stand beside IGNORE_INDEX
-    targets = np.full(len(tokens), IGNORE_INDEX, dtype=np.int64)
-    name = next((name for name in ("labels", "loss_mask") if sample.get(name) is not None), None)
-    if name is None:
-        targets[:-1] = tokens[1:]
-        return tokens, targets
-    values = np.asarray(sample[name])
-    if values.shape != tokens.shape:
-        raise UsageError(
-            f"sample {index}: {name} has shape {list(values.shape)}, but input_ids has {list(tokens.shape)}"
-        )
-    if name == "labels":
-        targets[:-1] = values[1:]
-    else:
-        targets[:-1] = np.where(values[1:].astype(bool), tokens[1:], IGNORE_INDEX)
-    return tokens, targets

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from odcengine.data.batch import num_targets_of
+from odcengine.data.pack import num_targets_of
 from odcengine.errors import OdcError, UsageError
 
 

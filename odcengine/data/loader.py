@@ -29,10 +29,10 @@ import torch
 
 from odcengine.balance import Fit, OnlineCost
 from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, make_plan
-from odcengine.data.batch import num_targets_of, pack_samples, truncate_sample
 from odcengine.data.dataset import TokenDataset
 from odcengine.data.lengths import MapDataset, is_token_sample, measure, naming
 from odcengine.data.minibatch import LocalCounter, Minibatch
+from odcengine.data.pack import num_targets_of, pack_samples, truncate_sample
 from odcengine.data.prefetch import Reader, Reading
 from odcengine.errors import ConfigError, UsageError
 

@@ -25,6 +25,7 @@ from odcengine.data import MinibatchLoader
 from odcengine.deepspeed.attach import AttachedDeepSpeed
 from odcengine.deepspeed.stage3 import OnDemand
 from odcengine.errors import UsageError
+from odcengine.losses import LossSum
 from odcengine.metrics import StepMetrics, whole_or_none
 from odcengine.monitor import Monitor
 from odcengine.start import Job
@@ -92,21 +93,22 @@ class ZeroEngine:
                 self._begin()
                 self._monitor.tally.forward(args[0] if args else None)
             if self._summed_loss.is_known(args, kwargs):
-                return self._summed_loss(self.deepspeed, args[0], trains=trains)
+                return self._summed_loss(self.deepspeed, *args, **kwargs, trains=trains)
             return self.deepspeed(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, *, count: float | None = None) -> None:
+    def backward(self, loss: torch.Tensor | LossSum, *, count: float | None = None) -> None:
         """Backward of a *summed* loss.
 
         Args:
-            loss: scalar, the sum of the losses of the micro-batch.
+            loss: scalar, the sum of the losses of the micro-batch; or a
+                :class:`~odcengine.losses.LossSum`, which says its count itself.
             count: what it adds to the number that the minibatch's loss is divided by; needed where the engine
                 did not compute the loss itself.
         """
         self._odc.require_open()
         with self._control.phase(Phase.BACKWARD):
             self._begin()
-            count = self._summed_loss.count_of_backward(loss, count)
+            loss, count = self._summed_loss.of_backward(loss, count)
             self.deepspeed.backward(loss)
             self._summed_loss.pending.clear()
             self._monitor.tally.backward()

@@ -1,6 +1,6 @@
-"""Lets the head of a language model return the loss instead of the logits, for the length of one forward.
+"""Lets the head of a language model return a loss or log-probabilities instead of logits, for one forward.
 
-Under FSDP the head's weight is whole only inside the forward of the group that owns it, so the loss has to be
+Under FSDP the head's weight is whole only inside the forward of the group that owns it, so they have to be
 computed there. transformers' models call their head as a module, and its forward can be exchanged for one
 call on the instance: names of parameters, hooks, tied weights and the model's class stay as they are.
 
@@ -11,7 +11,7 @@ are no plain linear layer) keep returning logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from odcengine.data.batch import MicroBatch
 from odcengine.errors import UsageError
+from odcengine.losses.linear_logprobs import Entropy, TokenLogprobs, linear_logprobs
 from odcengine.losses.linear_loss import linear_cross_entropy_sum
 
 _MARK = "_odc_fuses_loss"
@@ -70,33 +71,80 @@ def fused_loss_sum(model: nn.Module, head: nn.Linear, micro_batch: MicroBatch) -
     Raises:
         UsageError: the model changes what its head returns, or calls it more than once or not at all.
     """
-    with _returning_loss(head, micro_batch) as returned:
+
+    def loss_of(hidden: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy_sum(
+            hidden, head.weight, head.bias, micro_batch.labels, num_targets=micro_batch.num_targets
+        ).reshape(1, 1, 1)
+
+    return _through_head(model, head, micro_batch, loss_of).reshape(())
+
+
+def fused_logprobs(
+    model: nn.Module, head: nn.Linear, micro_batch: MicroBatch, temperature: float, entropy: Entropy
+) -> TokenLogprobs:
+    """Log-probabilities of a micro-batch's labels, computed by the model's head.
+
+    Args:
+        model: returns what its head returns.
+        head: its :func:`loss_head`.
+        micro_batch: on the model's device.
+        temperature: logits are divided by it.
+        entropy: as :func:`~odcengine.losses.linear_logprobs` has it.
+
+    Raises:
+        UsageError: as for :func:`fused_loss_sum`.
+    """
+
+    def logprobs_of(hidden: torch.Tensor) -> torch.Tensor:
+        found = linear_logprobs(
+            hidden,
+            head.weight,
+            head.bias,
+            micro_batch.labels,
+            temperature=temperature,
+            entropy=entropy,
+            num_targets=micro_batch.num_targets,
+        )
+        return torch.stack([values for values in found if values is not None], dim=-1)
+
+    found = _through_head(model, head, micro_batch, logprobs_of)
+    if entropy == "none":
+        return TokenLogprobs(found[..., 0])
+    entropies = found[..., 1]
+    return TokenLogprobs(found[..., 0], entropies if entropy == "differentiable" else entropies.detach())
+
+
+def _through_head(
+    model: nn.Module,
+    head: nn.Linear,
+    micro_batch: MicroBatch,
+    compute: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What ``compute`` makes of the hidden states within the head's forward; three dimensions, as logits."""
+    with _returning(head, compute) as returned:
         logits = logits_of(model(**micro_batch.model_inputs(), use_cache=False))
     # The same memory, not the same tensor: DeepSpeed's hooks hand on an alias of what the head returns.
     same = len(returned) == 1 and returned[0][0].data_ptr() == logits.data_ptr()
-    if not same or returned[0][1] != returned[0][0]._version or logits.numel() != 1:
+    if not same or returned[0][1] != returned[0][0]._version or logits.shape != returned[0][0].shape:
         raise UsageError(
             f"{type(model).__name__} does not return what its head returns, so the head cannot compute the "
             "loss; if it was changed since odcengine.models.prepare_model, call that again"
         )
-    return logits.reshape(())
+    return logits
 
 
 @contextmanager
-def _returning_loss(head: nn.Linear, micro_batch: MicroBatch) -> Iterator[list[tuple[torch.Tensor, int]]]:
-    """While it lasts, the head returns the summed loss as ``[1, 1, 1]``; yields what it has returned."""
+def _returning(
+    head: nn.Linear, compute: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[list[tuple[torch.Tensor, int]]]:
+    """While it lasts, the head returns what ``compute`` does; yields what it has returned."""
     returned: list[tuple[torch.Tensor, int]] = []
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        loss = (
-            linear_cross_entropy_sum(
-                hidden, head.weight, head.bias, micro_batch.labels, num_targets=micro_batch.num_targets
-            )
-            .reshape(1, 1, 1)
-            .clone()
-        )  # FSDP2 warns about views
-        returned.append((loss, loss._version))
-        return loss
+        computed = compute(hidden).clone()  # FSDP2 warns about views
+        returned.append((computed, computed._version))
+        return computed
 
     head.forward = forward  # type: ignore[method-assign, assignment]
     try:

@@ -69,7 +69,7 @@ def linear_cross_entropy_sum(
     if num_targets is None:
         num_targets = int((labels != IGNORE_INDEX).sum())
     if chunk_tokens is None:
-        chunk_tokens = _chunk_tokens(weight)
+        chunk_tokens = chunk_tokens_for(weight)
     loss: torch.Tensor = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -113,7 +113,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden.index_copy_(0, positions, buffer @ weight)
             if for_weight:
-                grad_weight = _add_product(grad_weight, buffer, inputs, sum_dtype)
+                grad_weight = add_product(grad_weight, buffer, inputs, sum_dtype)
             del buffer  # before the next one is made
         ctx.ended = False
         ctx.save_for_backward(
@@ -137,14 +137,15 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def _chunk_tokens(weight: torch.Tensor) -> int:
+def chunk_tokens_for(weight: torch.Tensor) -> int:
+    """Tokens of which the logits are computed at a time, by a head ``[V, H]``."""
     if not weight.is_cuda:
         return max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // len(weight))
     tokens = _GPU_CHUNK_BYTES // (len(weight) * weight.element_size())
     return max(_MIN_CHUNK_TOKENS, tokens // 256 * 256)  # whole tiles of the matrix products
 
 
-def _add_product(
+def add_product(
     total: torch.Tensor | None, grad_logits: torch.Tensor, inputs: torch.Tensor, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """``total + grad_logits.T @ inputs``, summed in ``dtype`` (None: there is only this one product)."""

@@ -40,7 +40,7 @@ def softmax_loss_(logits: torch.Tensor, targets: torch.Tensor, with_gradient: bo
                 return kernel(logits, targets, with_gradient).sum()
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=logits.device)
-    step = max(1, _WIDE_ELEMENTS.get(logits.device.type, 2**24) // logits.shape[1])
+    step = wide_rows(logits)
     for rows_, targets_ in zip(torch.split(logits, step), torch.split(targets[:, None], step), strict=True):
         rows = rows_.to(dtype)
         rows -= rows.amax(dim=-1, keepdim=True)
@@ -53,6 +53,11 @@ def softmax_loss_(logits: torch.Tensor, targets: torch.Tensor, with_gradient: bo
             if rows is not rows_:
                 rows_.copy_(rows)
     return total
+
+
+def wide_rows(logits: torch.Tensor) -> int:
+    """Rows of logits that are widened at a time."""
+    return max(1, _WIDE_ELEMENTS.get(logits.device.type, 2**24) // logits.shape[1])
 
 
 @functools.cache

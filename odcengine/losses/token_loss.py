@@ -109,15 +109,27 @@ def causal_lm_loss_sum(model: nn.Module, micro_batch: MicroBatch) -> torch.Tenso
         UsageError: ``num_targets`` of the micro-batch is not that of its labels, or the model is not the one
             that was proved.
     """
+    check_num_targets("causal_lm_loss_sum", micro_batch)
+    head = head_in_use(model, micro_batch)
+    if head is not None:
+        return fused_loss_sum(model, head, micro_batch)
+    output = model(**micro_batch.model_inputs(), use_cache=False)
+    return token_cross_entropy_sum(logits_of(output), micro_batch.labels)
+
+
+def head_in_use(model: nn.Module, micro_batch: MicroBatch) -> nn.Linear | None:
+    """The head that computes in the place of logits; None where the logits are needed."""
+    if not fuses_loss(model) or torch.is_autocast_enabled(micro_batch.labels.device.type):
+        return None
+    return loss_head(model)
+
+
+def check_num_targets(name: str, micro_batch: MicroBatch) -> None:
+    """Raise a UsageError where ``num_targets`` is not that of the labels, as far as the host can see them."""
     labels = micro_batch.labels
     if labels.device.type == "cpu" and int((labels != IGNORE_INDEX).sum()) != micro_batch.num_targets:
         raise UsageError(
-            f"causal_lm_loss_sum: the micro-batch says num_targets={micro_batch.num_targets}, but "
+            f"{name}: the micro-batch says num_targets={micro_batch.num_targets}, but "
             f"{int((labels != IGNORE_INDEX).sum())} of its labels are targets; make it with pack_samples, or "
             "change both"
         )
-    head = loss_head(model) if fuses_loss(model) else None
-    if head is not None and not torch.is_autocast_enabled(labels.device.type):
-        return fused_loss_sum(model, head, micro_batch)
-    output = model(**micro_batch.model_inputs(), use_cache=False)
-    return token_cross_entropy_sum(logits_of(output), labels)

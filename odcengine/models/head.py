@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from odcengine.data.batch import pack_samples
+from odcengine.data.pack import pack_samples
 from odcengine.errors import UsageError
 from odcengine.losses.fused_head import fused_loss_sum, logits_of, loss_head, mark_fused
 from odcengine.losses.token_loss import token_cross_entropy_sum

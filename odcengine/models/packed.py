@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from odcengine.data.batch import Segments, pack_samples
+from odcengine.data.batch import Segments
+from odcengine.data.pack import pack_samples
 from odcengine.errors import UsageError
 from odcengine.models._probe import PROBE_SAMPLES, evaluating
 from odcengine.models.head import prepare_loss

@@ -198,7 +198,7 @@ def _empty_micro_batches(rank: int, world_size: int) -> list[tuple[float, float]
     from odc_tools.bench.schedule import MethodName
     from odc_tools.bench.workloads import build_model, draw_tokens, model_config
 
-    from odcengine.data.batch import pack_samples
+    from odcengine.data.pack import pack_samples
 
     ranks, config = Ranks("cpu", 60.0), model_config("tiny")
     tokens = draw_tokens(0, 0, [30, 7, 12], config.vocab_size)

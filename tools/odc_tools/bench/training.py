@@ -27,7 +27,7 @@ from odc_tools.bench.ranks import Ranks
 from odc_tools.bench.schedule import MethodName, Minibatch, make_minibatches, make_plans, methods_of
 from odc_tools.bench.workloads import build_model, draw_tokens, model_config, read_text
 from odcengine.balance import CostModel, OnlineCost
-from odcengine.data.batch import MicroBatch, pack_samples
+from odcengine.data import MicroBatch, pack_samples
 from odcengine.errors import ConfigError
 
 _LEARN = 4  # steps from which costs are learned, at least
