@@ -18,18 +18,10 @@ from odcengine._config_source import Path, Problem, Source, read_source, show, s
 from odcengine.config import DEVICE_OF_TRANSPORT, MAX_INT, PARAMS, Choice, Config, SgdParams
 from odcengine.errors import ConfigError
 
-_LATER = "is not in this version"
 REFUSED_VALUES: dict[str, tuple[tuple[Any, str], ...]] = {
     "zero_optimization.stage": tuple(
         (stage, f"stage {stage} is not supported: parameters are always sharded; expected 3")
         for stage in (0, 1, 2)
-    ),
-    "odc.deterministic": (
-        (
-            True,
-            f"summing gradients in rank order {_LATER}; expected false (plans and data order are "
-            "reproducible, gradients up to rounding)",
-        ),
     ),
 }
 """Values that are understood and refused, with the reason."""
@@ -206,7 +198,7 @@ class _Checker:
                 self._typed_params(name, found, section["params"])
             return
         elif kind.lower() in deepspeed.REFUSED_TYPES:
-            self.problem(path, f"{show(kind)} {_LATER}; {expected}")
+            self.problem(path, f"{show(kind)} is not in this version; {expected}")
         else:
             self.problem(path, f"{show(kind)} is unknown; {_did_you_mean(kind, PARAMS[name])}{expected}")
         self.drop((name,))
@@ -269,6 +261,8 @@ class _Checker:
         balance = self.tree.setdefault("balance", {})
         if equal_counts and isinstance(balance, dict):
             balance.setdefault("strategy", "lb_micro")
+        if self.get("odc.deterministic") is True and isinstance(balance, dict):
+            balance.setdefault("learn_costs", False)
         data = self.tree.setdefault("data", {})
         limit = self.get("balance.max_tokens_per_micro_batch")
         if isinstance(data, dict) and data.get("max_length") is None:
@@ -361,6 +355,7 @@ def _backend_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], s
     wrong = {
         "odc.transport": (odc.transport == "collective", "collective is stock DeepSpeed; expected auto"),
         "odc.lockstep": (odc.lockstep, "measures fsdp2 only; expected false"),
+        "odc.deterministic": (odc.deterministic, "sums in rank order with fsdp2 only; expected false"),
         "odc.wrap": (odc.wrap != "auto", "DeepSpeed shards parameter by parameter; remove it"),
         "odc.reshard_after_forward": (
             not odc.reshard_after_forward,
@@ -406,6 +401,19 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             )
     elif odc.lockstep and balance.strategy in uneven:
         yield strategy, f"{balance.strategy} cannot run with odc.lockstep: true; expected {equal}"
+    if odc.deterministic:
+        if balance.strategy == "dynamic":
+            yield (
+                ("balance.strategy", "odc.deterministic"),
+                "dynamic gives work to whoever is first, so which rank adds what differs from run to run; "
+                "expected lb_mini, or odc.deterministic: false",
+            )
+        if balance.learn_costs:
+            yield (
+                ("balance.learn_costs", "odc.deterministic"),
+                "plans with learned costs depend on measured times; expected false with "
+                "odc.deterministic: true",
+            )
     if odc.device not in ("auto", DEVICE_OF_TRANSPORT.get(odc.transport, odc.device)):
         yield (
             ("odc.device", "odc.transport"),

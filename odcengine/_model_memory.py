@@ -53,6 +53,7 @@ class Training:
         optimizer: its name.
         keeps_gathered: ``odc.reshard_after_forward`` is false.
         collective: FSDP2's own collectives: no windows.
+        deterministic: ``odc.deterministic``: an accumulator for each rank of the node.
     """
 
     bf16: bool = False
@@ -60,6 +61,7 @@ class Training:
     optimizer: str = "AdamW"
     keeps_gathered: bool = False
     collective: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def plan_memory(
             accumulator += shard * stored  # FSDP2's own gradients
             continue
         window += aligned(num_nodes * shard * pulled)
-        accumulator += aligned(num_nodes * shard * summed)
+        slots = node_size if training.deterministic else 1
+        accumulator += aligned(num_nodes * slots * shard * summed)
         if num_nodes > 1:
             received.append(num_nodes * shard * summed)
     return ModelMemory(

@@ -40,7 +40,7 @@ from odcengine.optim import build_optimizer, build_scheduler
 from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.sharding.layout import find_groups
-from odcengine.sharding.on_demand import OnDemandSharding, plan_windows
+from odcengine.sharding.on_demand import OnDemandSharding, plan_windows, slots_of
 from odcengine.sharding.wrap import block_modules, check_model, shard_model
 from odcengine.start import Job, equalize_weights, join, make_transport
 from odcengine.topology import read_rank_info
@@ -332,7 +332,9 @@ def _shard(
     groups = find_groups(model, param_dtype)
     if collective:
         return CollectiveSharding(model, groups, job.control), None, parameters
-    transport = make_transport(job, config, plan_windows(groups, Grid.of(job.topology).num_nodes))
+    grid, deterministic = Grid.of(job.topology), config.odc.deterministic
+    num_slots = slots_of(grid, deterministic=deterministic)
+    transport = make_transport(job, config, plan_windows(groups, grid.num_nodes, num_slots))
     sharding = OnDemandSharding(
         model,
         groups,
@@ -341,6 +343,7 @@ def _shard(
         between_nodes=job.between_nodes,
         mark=job.device.mark,
         lockstep=config.odc.lockstep,
+        deterministic=deterministic,
     )
     return sharding, transport, parameters
 

@@ -359,7 +359,9 @@ class Odc(_Section):
         default=None, ge=1, description="Ranks a node for two-level windows; null: the real nodes."
     )
     deterministic: bool = Field(
-        default=False, description="Gradients summed in rank order, equal bit for bit from run to run."
+        default=False,
+        description="Gradients summed in the order of ranks, equal bit for bit from run to run, for as many "
+        "accumulators as a node has ranks; see docs/reproducibility.md.",
     )
     timeout_s: Float = Field(
         default=600.0,
@@ -438,7 +440,8 @@ class Balance(_Section):
     learn_costs: bool = Field(
         default=True,
         description="Fit the costs of sequences and the speeds of ranks to measured times while training; "
-        "false: costs from the model's shape, so that plans depend on nothing measured.",
+        "false (default with odc.deterministic): costs from the model's shape, so that plans depend on "
+        "nothing measured.",
     )
 
 

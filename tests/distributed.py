@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "odcengine.build", "transformers"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "odcengine.build", "transformers.modeling_utils"]
+)
 
 
 @dataclass

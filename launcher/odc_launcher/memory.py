@@ -179,6 +179,7 @@ def _training(config: Config, world_size: int) -> Training:
         optimizer=name,
         keeps_gathered=not config.odc.reshard_after_forward,
         collective=config.odc.transport == "collective" or world_size == 1,
+        deterministic=config.odc.deterministic,
     )
 
 

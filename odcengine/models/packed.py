@@ -394,11 +394,10 @@ def _register() -> None:
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Whether a model is, or wraps, one of transformers."""
-    if "transformers" not in sys.modules:  # then no object of it can exist
+    module_of_models = sys.modules.get("transformers.modeling_utils")
+    if module_of_models is None:  # then no object of it can exist, and importing it takes seconds
         return False
-    from transformers import PreTrainedModel
-
-    return any(isinstance(module, PreTrainedModel) for module in model.modules())
+    return any(isinstance(module, module_of_models.PreTrainedModel) for module in model.modules())
 
 
 def _transformers_modules(model: nn.Module) -> list[Any]:

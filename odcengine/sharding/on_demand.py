@@ -37,7 +37,7 @@ from odcengine.sharding.layout import (
     prove_layout,
     write_shard,
 )
-from odcengine.transport.base import Transport, Window, WindowPlan, WindowSpec
+from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec
 
 _CHANGED = (
     "{} was changed after it was published (a load, or a write outside engine.step()); other ranks would use "
@@ -45,23 +45,26 @@ _CHANGED = (
 )
 
 
-def plan_windows(groups: Sequence[ParamGroup], num_nodes: int) -> WindowPlan:
+def plan_windows(groups: Sequence[ParamGroup], num_nodes: int, num_slots: int = 1) -> WindowPlan:
     """Lay out the windows of a model: for each group one of parameters and one accumulator.
 
     Args:
         groups: the model's groups.
         num_nodes: M; 1 for full sharding.
+        num_slots: 1, or G where each rank of the node adds into a slot of its own.
 
     Returns:
-        The plan: ``[M, bytes]`` uint8 and ``[M, elements]`` of the accumulator's dtype for each group. The
-        accumulator has fp32, or fp64 where a trainable parameter has.
+        The plan: ``[M, bytes]`` uint8 and ``[M, slots * elements]`` of the accumulator's dtype for each
+        group. The accumulator has fp32, or fp64 where a trainable parameter has.
     """
     specs = []
     for group in groups:
         specs.append(WindowSpec(f"parameters of {group.label}", (num_nodes, group.nbytes), torch.uint8))
         specs.append(
             WindowSpec(
-                f"accumulator of {group.label}", (num_nodes, group.grad_numel), accumulator_dtype(group)
+                f"accumulator of {group.label}",
+                (num_nodes, num_slots * group.grad_numel),
+                accumulator_dtype(group),
             )
         )
     return WindowPlan.of(specs)
@@ -71,6 +74,11 @@ def accumulator_dtype(group: ParamGroup) -> torch.dtype:
     """Dtype in which gradients of a group are summed: fp32, fp64 if one of its parameters has fp64."""
     wide = any(entry.param.dtype == torch.float64 for entry in group.trainable)
     return torch.float64 if wide else torch.float32
+
+
+def slots_of(grid: Grid, *, deterministic: bool) -> int:
+    """Slots of an accumulator: one, or one for each rank of the node."""
+    return grid.node_size if deterministic else 1
 
 
 class OnDemandSharding(Sharding):
@@ -85,6 +93,8 @@ class OnDemandSharding(Sharding):
         mark: a point in time of the device; see ``Device.mark``.
         lockstep: meet all ranks of the node before every gather and push. Only for measuring: it shows what
             decoupling gives on the same transport. Needs equal programs on all ranks.
+        deterministic: every rank of the node adds into a slot of its own, and the slots are summed in the
+            order of ranks: equal bits in every run, for G times the accumulators.
     """
 
     def __init__(
@@ -97,6 +107,7 @@ class OnDemandSharding(Sharding):
         between_nodes: dist.ProcessGroup | None = None,
         mark: Callable[[], Mark] = time.perf_counter,
         lockstep: bool = False,
+        deterministic: bool = False,
     ) -> None:
         super().__init__(model, groups)
         self.transport = transport
@@ -107,9 +118,16 @@ class OnDemandSharding(Sharding):
         self._mark = mark
         self._crossed_before = 0
         prove_layout(self.groups)
-        windows = transport.allocate(plan_windows(self.groups, transport.grid.num_nodes))
+        grid, num_slots = transport.grid, slots_of(transport.grid, deterministic=deterministic)
+        windows = transport.allocate(plan_windows(self.groups, grid.num_nodes, num_slots))
         self._param_windows: list[Window] = windows[0::2]
         self._accumulators: list[Window] = windows[1::2]
+        self._slot = grid.local if num_slots > 1 else 0
+        # [M, slots, elements] of each group
+        self._slots = [
+            window.local.view(grid.num_nodes, num_slots, group.grad_numel)
+            for group, window in zip(self.groups, self._accumulators, strict=True)
+        ]
         # FSDP2 may order the ranks between nodes otherwise than the grid orders the nodes.
         column = transport.grid.column
         self._node_order = [column.index(rank) for rank in sorted(column)]
@@ -190,6 +208,7 @@ class OnDemandSharding(Sharding):
         """Add ``rows`` (``[W, k]``) into the owners' accumulators, from element ``offset`` of each shard."""
         start = time.perf_counter()
         self.control.check()
+        offset += self._slot * group.grad_numel
         self.blocked.wait_s += self.transport.scatter_add(self._accumulators[group.index], rows, offset)
         self.control.beat()
         end = time.perf_counter()
@@ -212,11 +231,14 @@ class OnDemandSharding(Sharding):
     def collect(self) -> torch.Tensor:
         self.reshard()
         self.blocked.crossed_bytes = self.transport.crossed_bytes - self._crossed_before
+        for slots in self._slots:
+            for slot in range(1, slots.shape[1]):  # in the order of ranks
+                slots[:, 0] += slots[:, slot]
         self._sums = self._between_nodes_sums() if self._between_nodes else self._own_rows()
         return squared_norm(self._sums, self.device)
 
     def _own_rows(self) -> list[torch.Tensor]:
-        return [window.local[0] for window in self._accumulators]
+        return [slots[0, 0] for slots in self._slots]
 
     def _between_nodes_sums(self) -> list[torch.Tensor]:
         """Each rank of the column gets the others' sums of its shard and adds them in the order of nodes.
@@ -226,15 +248,15 @@ class OnDemandSharding(Sharding):
         """
         start = self._mark()
         flight = _Flight(self.control, "the sum of gradients between nodes")
-        for window in self._accumulators:
-            local = window.local
+        for slots in self._slots:
+            local = slots[:, 0]
             if local.numel():
-                flight.make_room(window.spec.nbytes)
-                rows = local if self._in_order() else local[self._node_order].contiguous()
+                rows = (local if self._in_order() else local[self._node_order]).contiguous()
+                flight.make_room(rows.nbytes)
                 received = torch.empty_like(rows)
                 work = dist.all_to_all_single(received, rows, group=self._between_nodes, async_op=True)
                 add_up = functools.partial(torch.sum, received, dim=0, out=local[0])
-                flight.add(work, window.spec.nbytes, add_up)
+                flight.add(work, rows.nbytes, add_up)
                 self._count_exchange(rows[0])
         flight.land()
         self.blocked.exchanges.append((start, self._mark()))
@@ -327,6 +349,7 @@ class OnDemandSharding(Sharding):
         self._exposed.clear()
         self._param_windows.clear()
         self._accumulators.clear()
+        self._slots.clear()
         super().close()
 
 
