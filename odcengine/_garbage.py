@@ -39,8 +39,9 @@ class QuietGarbage:
         self._steps += 1
         if self._steps == _SETTLED_AFTER:
             gc.collect()
+            # What the script has frozen itself must stay so, and cannot be told apart afterwards.
+            self._frozen = gc.get_freeze_count() == 0
             gc.freeze()
-            self._frozen = True
         else:
             gc.collect(1)
         self.resume()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -71,6 +72,7 @@ def _child(
 ) -> None:
     import torch
 
+    gc.freeze()  # what the server has imported: the engine's full collections look at the test's own objects
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

@@ -57,6 +57,18 @@ def test_what_the_script_has_set_stays() -> None:
     assert not gc.isenabled()
 
 
+def test_what_the_script_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    garbage = QuietGarbage(True)
+    for _ in range(5):
+        garbage.pause()
+        garbage.collect()
+    garbage.close()
+    assert gc.get_freeze_count() >= before > 0
+    gc.unfreeze()
+
+
 def test_left_in_the_middle() -> None:
     garbage = QuietGarbage(True)
     garbage.pause()
