@@ -1,4 +1,4 @@
-"""torch's all-gather and reduce-scatter under the names that torch prefers, and texts through them."""
+"""torch's all-gather and reduce-scatter under the names that torch prefers, and bytes through them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,21 @@ def gather_texts(text: str, control: ControlBlock, group: dist.ProcessGroup, wha
     Raises:
         PeerError: a rank failed, or gave no sign of life.
     """
+    return [data.decode() for data in gather_bytes(text.encode(), control, group, what)]
+
+
+def gather_bytes(data: bytes, control: ControlBlock, group: dist.ProcessGroup, what: str) -> list[bytes]:
+    """:func:`gather_texts`, of bytes."""
     world_size = control.topology.world_size
     if world_size == 1:
-        return [text]
-    data = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)  # at least one byte
+        return [data]
+    own = torch.frombuffer(bytearray(data + b" "), dtype=torch.uint8)  # at least one byte
     sizes = torch.zeros(world_size, dtype=torch.int64)
-    mine = torch.tensor([data.numel()])
+    mine = torch.tensor([own.numel()])
     control.wait_work(all_gather(sizes, mine, group=group, async_op=True), what)
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    padded[: data.numel()] = data
+    padded[: own.numel()] = own
     rows = torch.empty(world_size * padded.numel(), dtype=torch.uint8)
     control.wait_work(all_gather(rows, padded, group=group, async_op=True), what)
     table = rows.view(world_size, -1)
-    return [table[rank, : size - 1].numpy().tobytes().decode() for rank, size in enumerate(sizes.tolist())]
+    return [table[rank, : size - 1].numpy().tobytes() for rank, size in enumerate(sizes.tolist())]

@@ -22,6 +22,8 @@ class Phase(enum.IntEnum):
     FETCH = 11
     SAVING = 12
     LOADING = 13
+    BALANCING = 14
+    GENERATING = 15
 
     @property
     def label(self) -> str:
@@ -44,6 +46,8 @@ _PHASE_LABELS = {
     Phase.FETCH: "waiting for its GPU at the end of the step",
     Phase.SAVING: "saving a checkpoint",
     Phase.LOADING: "loading a checkpoint",
+    Phase.BALANCING: "planning and exchanging samples",
+    Phase.GENERATING: "generating",
 }
 
 
@@ -59,6 +63,9 @@ class Meeting(enum.IntEnum):
     EXIT = 7
     SAVE = 8
     LOAD = 9
+    BALANCE = 10
+    SAMPLES = 11
+    REFERENCE = 12
 
     def explain(self, number: int) -> str:
         """Words for messages: ``the end of step 3``."""
@@ -73,6 +80,9 @@ _MEETING_LABELS = {
     Meeting.EXIT: "the end of its script, without close()",
     Meeting.SAVE: "a save between steps, before step {}",
     Meeting.LOAD: "load_checkpoint() before step {}",
+    Meeting.BALANCE: "plan(), exchange(), balance() or annotate() in step {}",
+    Meeting.SAMPLES: "the filling of the sample store, number {}",
+    Meeting.REFERENCE: "update_reference() before step {}",
     Meeting.LOCKSTEP_GATHER: "the lock-step gather of module group {}",
     Meeting.LOCKSTEP_PUSH: "the lock-step push of module group {}",
 }

@@ -37,6 +37,7 @@ from odcengine.models import (
 from odcengine.models.stored import StoredModel
 from odcengine.monitor import Monitor
 from odcengine.optim import build_optimizer, build_scheduler
+from odcengine.rollouts.balance import Balancer
 from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.sharding.layout import find_groups
@@ -123,10 +124,12 @@ def initialize(
                 model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
             blocks = block_modules(model, settings.odc.wrap)
             check_model(model, blocks, job.device.type, stored=stored is not None)
-            loader = None
+            loader, costs = None, _costs(model, settings, job)
             training_data = _open_data(settings, training_data)
             if training_data is not None:
-                loader = _build_loader(model, training_data, settings, job, collate_fn, length_fn, loss_fn)
+                loader = _build_loader(
+                    model, training_data, settings, job, costs, collate_fn, length_fn, loss_fn
+                )
             # After the loader has tried the model, which would compile for that.
             if settings.model.compile and stored is None:
                 _compile(model, blocks)
@@ -134,6 +137,7 @@ def initialize(
             made = _build_optimizer(settings, optimizer, parameters)
             scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
             monitor = Monitor(settings, job, sharding, loader, flops_of=_flops_of(model))
+            balancer = Balancer(job, settings, costs, monitor.balanced, collate_fn)
             model.train()  # from_pretrained leaves models in evaluation mode
             engine = OdcEngine(
                 model,
@@ -143,6 +147,7 @@ def initialize(
                 job,
                 settings,
                 monitor=monitor,
+                balancer=balancer,
                 scheduler=scheduler,
                 loader=loader,
                 loss_fn=loss_fn,
@@ -241,6 +246,7 @@ def _build_loader(
     training_data: Any,
     config: Config,
     job: Job,
+    costs: CostModel | OnlineCost,
     collate_fn: Callable[[list[Any]], Any] | None,
     length_fn: Callable[[Any], int] | None,
     loss_fn: LossFn | None,
@@ -262,7 +268,7 @@ def _build_loader(
         seed=config.seed,
         shuffle=config.data.shuffle,
         drop_last=config.data.drop_last,
-        cost=_costs(model, config, job),
+        cost=costs,
         max_length=config.data.max_length,
         too_long=config.data.too_long,
         length_fn=length_fn,

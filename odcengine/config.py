@@ -443,6 +443,12 @@ class Balance(_Section):
         "false (default with odc.deterministic): costs from the model's shape, so that plans depend on "
         "nothing measured.",
     )
+    sample_store_mib: Int = Field(
+        default=1024,
+        ge=1,
+        description="With dynamic, largest size in MiB of the samples of one engine.balance(): each node "
+        "holds a copy of all of them in shared memory.",
+    )
 
 
 class Data(_Section):

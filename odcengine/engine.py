@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import time
@@ -40,6 +41,8 @@ from odcengine.losses import LossSum
 from odcengine.metrics import StepMetrics, whole_or_none
 from odcengine.monitor import Monitor
 from odcengine.preemption import Preempted, StopRequests
+from odcengine.rollouts.balance import Balanced, Balancer
+from odcengine.rollouts.calls import RolloutCalls
 from odcengine.sharding.base import Blocked, Changed, Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.start import Job
@@ -50,7 +53,7 @@ logger = logging.getLogger(__name__)
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
-class OdcEngine(CheckpointCalls):
+class OdcEngine(CheckpointCalls, RolloutCalls):
     """A sharded model with its optimizer; made by ``odcengine.initialize``.
 
     ``engine(micro_batch)`` and ``engine.backward(loss)`` any number of times, also never, then
@@ -77,6 +80,7 @@ class OdcEngine(CheckpointCalls):
         config: Config,
         *,
         monitor: Monitor,
+        balancer: Balancer,
         scheduler: LRScheduler | None,
         loader: MinibatchLoader | None,
         loss_fn: LossFn | None,
@@ -95,6 +99,10 @@ class OdcEngine(CheckpointCalls):
         self._host_group = job.host_group
         self._sharding = sharding
         self._monitor = monitor
+        self._balancer = balancer
+        self._balanced: Balanced | None = None
+        self._draw_serials = itertools.count(1)  # of whatever ranks draw from; the same on all ranks
+        self._packs = loader is not None and loader.packs
         self._loader = loader
         self._checkpoints = Checkpoints(Trained(model, optimizer, scheduler, loader), job, config)
         saves = config.checkpoint.dir is not None
@@ -106,13 +114,13 @@ class OdcEngine(CheckpointCalls):
                 "preemption.signals: %s: the script's own handlers stay; no checkpoint is saved for them",
                 ", ".join(self._stop.foreign),
             )
-        self._num_minibatches = 0  # begun in this process
         self._summed_loss = SummedLoss(loss_fn, config.odc.normalize_by, job.device.torch_device)
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._garbage = QuietGarbage(config.odc.manage_gc)
         self._closed = False
         if loader is not None:
             loader.before_draw = functools.partial(job.device.wait_for_backlog, job.control)
+            loader.next_serial = self._next_serial
         self._sharding.publish(Changed.ALL)
         if config.model.compile:  # the first step: a rank that compiles makes no progress
             self._control.timeout_s = max(config.odc.timeout_s, config.odc.startup_timeout_s)
@@ -161,7 +169,8 @@ class OdcEngine(CheckpointCalls):
         with self._control.phase(Phase.BACKWARD):
             self._begin()
             loss, count = self._summed_loss.of_backward(loss, count)
-            if self._loader is not None and self._loader.is_dummy:
+            source = self._loader if self._balanced is None else self._balanced
+            if source is not None and source.is_dummy:
                 # A stand-in that keeps collectives in step: run it, but let it add nothing.
                 loss, count = loss * 0.0, 0.0
             self._garbage.pause()  # an evaluation may be long and need it
@@ -188,8 +197,10 @@ class OdcEngine(CheckpointCalls):
         self._require_open()
         if self._loader is not None and self._loader.strategy == "dynamic":
             raise UsageError("draw: the loader draws already (balance.strategy: dynamic)")
+        if self._balanced is not None and self._balanced.planned is None:
+            raise UsageError("draw: what engine.balance() gave draws already (balance.strategy: dynamic)")
         self._device.wait_for_backlog(self._control)
-        return self._control.draw(self._num_minibatches)
+        return self._control.draw(self._draw_serial)
 
     # -- the minibatch's end ---------------------------------------------------------------------------
 
@@ -239,8 +250,7 @@ class OdcEngine(CheckpointCalls):
             exchanged_bytes=blocked.exchanged_bytes,
             exchange_s=self._exchange_s(blocked),
         )
-        if self._loader is not None:
-            self._loader.measured(metrics.busy_s, metrics.num_samples)
+        self._learn(metrics)
         self._control.timeout_s = self.config.odc.timeout_s
         self.global_steps += 1
         self._monitor.end_step(metrics, self._started)
@@ -250,6 +260,15 @@ class OdcEngine(CheckpointCalls):
         if agreed.stops:
             self._save_and_stop(agreed.stops)
         return metrics
+
+    def _learn(self, metrics: StepMetrics) -> None:
+        """Costs and speeds follow from what was computed in which time."""
+        if self._balanced is not None:
+            line = self._balancer.measured(self._balanced, metrics.busy_s, metrics.num_samples)
+            if line is not None and self.topology.rank == 0:
+                logger.warning("%s", line)
+        elif self._loader is not None:
+            self._loader.measured(metrics.busy_s, metrics.num_samples)
 
     def _save_and_stop(self, stops: int) -> NoReturn:
         """All ranks leave here in the same step, since a signal or the clock has asked some of them to."""
@@ -416,7 +435,8 @@ class OdcEngine(CheckpointCalls):
             del optimizer.found_inf
 
     def _start_minibatch(self) -> None:
-        self._num_minibatches += 1
+        self._draw_serial = self._next_serial()
+        self._balanced = None
         self._monitor.begin_step(self.global_steps)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device.torch_device)
         self._count = 0.0
@@ -441,6 +461,13 @@ class OdcEngine(CheckpointCalls):
             self._begun = True
         if not self._micro_batches:  # evaluations may come before, and loads between them
             self._sharding.check_parameters()
+
+    def _begin_anew(self) -> None:
+        if not self._micro_batches:
+            self._begun = False
+
+    def _next_serial(self) -> int:
+        return next(self._draw_serials)
 
     # -- the rest --------------------------------------------------------------------------------------
 
@@ -510,6 +537,7 @@ class OdcEngine(CheckpointCalls):
             unsaved = self._checkpoints.close(meeting)
             with self._control.phase(Phase.CLOSING):
                 self._sharding.close()
+                self._balancer.close()
                 if self.transport is None:
                     self._control.barrier(meeting)
                 else:
@@ -551,6 +579,7 @@ class OdcEngine(CheckpointCalls):
             self._loader.close(timeout_s=1.0)
         with contextlib.suppress(Exception):  # FSDP2 may be in the middle of a pass; the error is what counts
             self._sharding.close()
+        self._balancer.close()
         if self.transport is not None:
             self.transport.close(None)
 

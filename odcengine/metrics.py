@@ -120,6 +120,8 @@ class Tally:
         """Start a minibatch."""
         self.samples = self.tokens = self.flops = self.load_s = 0.0
         self._pending: list[tuple[int, Lengths | None]] = []
+        self._balanced: tuple[int, Lengths | None] | None = None
+        self._counts_balanced = False
 
     def loaded(self, seconds: float, sample_ids: Sequence[int] | None) -> None:
         """The loader was busy, and hands out these samples: none for a stand-in, None for no micro-batch."""
@@ -129,9 +131,20 @@ class Tally:
         lengths = None if self._lengths is None else self._lengths[list(sample_ids)]
         self._pending.append((len(sample_ids), lengths))
 
+    def balanced(self, seconds: float, lengths: Lengths) -> None:
+        """``engine.balance`` hands out a micro-batch of samples of these lengths: none for a stand-in.
+
+        It counts if it is trained on; a script may only evaluate it.
+        """
+        self.load_s += seconds
+        self._balanced, self._counts_balanced = (len(lengths), lengths), True
+
     def forward(self, batch: Any) -> None:
         """A forward that a backward will follow got ``batch``."""
-        if self._has_loader:
+        if self._balanced is not None:
+            self._pending.append(self._balanced)
+            self._balanced = None
+        if self._has_loader or self._counts_balanced:
             return
         boundaries = getattr(batch, "cu_seqlens", None)
         if boundaries is None:

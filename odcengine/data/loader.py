@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import time
@@ -163,7 +164,8 @@ class MinibatchLoader:
         if draw is None and strategy == "dynamic" and world_size > 1:
             raise UsageError("balance.strategy dynamic: several ranks draw from one counter; give draw=...")
         self._draw = draw or LocalCounter()
-        self._num_drawn_from = 0  # minibatches that were handed out; the same on all ranks
+        # Counts whatever is drawn from; the same on all ranks. The engine puts its own here.
+        self.next_serial: Callable[[], int] = functools.partial(next, itertools.count(1))
         self.before_draw: Callable[[], None] = lambda: None
         self.pad_to_multiple_of = pad_to_multiple_of
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
@@ -225,8 +227,7 @@ class MinibatchLoader:
             self.index += 1
             self._current = self._unmeasured = self._take_planned(self.epoch, self.index - 1)
             if self.strategy == "dynamic":
-                self._num_drawn_from += 1
-                self._current.draw_from(functools.partial(self._draw_next, self._num_drawn_from))
+                self._current.draw_from(functools.partial(self._draw_next, self.next_serial()))
             self._plan_next()
             if self.on_load is not None:
                 self.on_load(self.asked_at, time.perf_counter(), None)

@@ -54,7 +54,10 @@ def initialize_deepspeed(
                 model.float()  # DeepSpeed makes its fp32 masters of these
             loader, data = None, parts._open_data(settings, training_data)
             if data is not None:
-                loader = parts._build_loader(model, data, settings, job, collate_fn, length_fn, loss_fn)
+                costs = parts._costs(model, settings, job)
+                loader = parts._build_loader(
+                    model, data, settings, job, costs, collate_fn, length_fn, loss_fn
+                )
             flops_of = parts._flops_of(model)
             model.train()
             engine = _make_engine(settings, job, model, optimizer, lr_scheduler, loader)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from odcengine.config import Config
 from odcengine.control import EventRecorder, Phase
 from odcengine.data import MinibatchLoader
@@ -114,6 +116,12 @@ class Monitor:
 
     def _loaded(self, start: float, end: float, sample_ids: tuple[int, ...] | None) -> None:
         self.tally.loaded(end - start, sample_ids)
+        if self._recording:
+            self.recorder.add("load", start, end)
+
+    def balanced(self, start: float, end: float, lengths: Sequence[int]) -> None:
+        """``engine.balance`` has packed a micro-batch of samples of these lengths, in these seconds."""
+        self.tally.balanced(end - start, np.asarray(lengths, dtype=np.int64))
         if self._recording:
             self.recorder.add("load", start, end)
 

@@ -1,0 +1,274 @@
+"""The engine's calls for samples that are made while training runs."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from odcengine.balance import Plan
+from odcengine.config import Config
+from odcengine.control import ControlBlock, Meeting, Phase
+from odcengine.data import MicroBatch
+from odcengine.device import Device
+from odcengine.errors import UsageError
+from odcengine.models import (
+    check_isolation,
+    check_lengths,
+    is_transformers_model,
+    prepare_loss,
+    prepare_model,
+)
+from odcengine.rollouts.balance import Balanced, Balancer, Collate
+from odcengine.rollouts.exchange import Stock
+from odcengine.rollouts.generating import generating
+from odcengine.rollouts.samples import Sample, TensorSample, nested
+from odcengine.sharding.base import Sharding
+
+Annotations = Mapping[str, torch.Tensor]
+"""Values by name: ``[1, T]`` of a micro-batch's positions, or ``[num_sequences]``."""
+
+
+class RolloutCalls(abc.ABC):
+    """What ``OdcEngine`` inherits. All calls but :meth:`generating` are collective, between two backwards."""
+
+    module: nn.Module
+    config: Config
+    global_steps: int
+    _balancer: Balancer
+    _balanced: Balanced | None
+    _control: ControlBlock
+    _device: Device
+    _sharding: Sharding
+    _packs: bool
+
+    @abc.abstractmethod
+    def _require_between(self, call: str) -> None:
+        """Raise UsageError in the middle of a minibatch, or when the engine is closed."""
+
+    @abc.abstractmethod
+    def _require_open(self) -> None:
+        """Raise UsageError when the engine is closed."""
+
+    @abc.abstractmethod
+    def _next_serial(self) -> int:
+        """A number for drawing, the same on all ranks."""
+
+    @abc.abstractmethod
+    def _begin_anew(self) -> None:
+        """Count the minibatch's time from its next forward on, if it has had no backward yet."""
+
+    def plan(self, samples: Sequence[Sample], *, lengths: Sequence[int] | None = None) -> Plan:
+        """Plan who computes which of all ranks' samples. Collective.
+
+        Args:
+            samples: this rank's, also none; mappings with 1-D ``input_ids``, unless ``lengths`` are given.
+            lengths: cost-relevant length (tokens) of each of this rank's samples.
+
+        Returns:
+            The plan, the same on every rank: by ``balance.strategy``, its limits, and the costs and speeds
+            that were learned so far. Its positions go through the ranks in order, rank 0's samples first.
+
+        Raises:
+            UsageError: a sample without tokens, or one that cannot travel.
+            ValueError: a sample longer than ``balance.max_tokens_per_micro_batch``.
+        """
+        with self._meeting("plan"):
+            return self._balancer.plan(self._balancer.take_stock(samples, lengths)[1])
+
+    def exchange(
+        self, samples: Sequence[Sample], plan: Plan, *, lengths: Sequence[int] | None = None
+    ) -> dict[int, TensorSample]:
+        """Move samples to the ranks that a plan has them on, in one all-to-all. Collective.
+
+        Args:
+            samples: this rank's: mappings of names to tensors, arrays, lists of numbers, numbers and texts,
+                with the same names on all ranks.
+            plan: over the samples of all ranks in the order of ranks (:meth:`plan`); equal on all ranks.
+            lengths: as for :meth:`plan`.
+
+        Returns:
+            By position the samples of ``plan.micro_batches[rank]``, as CPU tensors (texts stay texts). Those
+            that came from other ranks are views of one buffer.
+
+        Raises:
+            UsageError: the plan is not of these samples, or ranks have different plans or fields.
+        """
+        with self._meeting("exchange"):
+            tensors, stock = self._balancer.take_stock(samples, lengths, plan)
+            if stock.lengths != plan.lengths:
+                raise UsageError(
+                    f"exchange: the plan is of {plan.num_samples} samples with "
+                    f"{sum(plan.lengths)} tokens, but the ranks have {len(stock.lengths)} with "
+                    f"{sum(stock.lengths)}, or in another order; make it with engine.plan(samples)"
+                )
+            found = self._balancer.exchange(tensors, stock, plan)
+            return {position: nested(sample) for position, sample in found.items()}
+
+    def balance(
+        self,
+        samples: Sequence[Sample],
+        *,
+        lengths: Sequence[int] | None = None,
+        fields: Sequence[str] | None = None,
+        collate_fn: Collate | None = None,
+    ) -> Balanced:
+        """Make a minibatch of all ranks' samples and give this rank its share. Collective.
+
+        Gathers lengths, plans, moves each sample to the rank that is to compute it (or, with
+        ``balance.strategy: dynamic``, puts all into memory that the ranks of a node share, to be drawn), and
+        packs micro-batches: what the loader does for a data set. Train on it and call :meth:`step`.
+
+        Args:
+            samples: this rank's, also none: mappings with 1-D ``input_ids``, ``labels`` or ``loss_mask``, and
+                whatever the loss needs; see :meth:`exchange`. Ranks may have any numbers of them.
+            lengths: as for :meth:`plan`.
+            fields: names of what micro-batches take along in ``fields``; by default every number, and every
+                1-D tensor with one value a token.
+            collate_fn: makes a micro-batch of a list of samples; by default the one given to ``initialize``,
+                else samples are packed.
+
+        Returns:
+            The micro-batches of this rank. With ``dynamic`` they can be iterated over once; else again, until
+            the next call.
+
+        Raises:
+            UsageError: a sample that cannot travel; with ``dynamic``, more than ``balance.sample_store_mib``.
+            ValueError: a sample longer than ``balance.max_tokens_per_micro_batch``.
+        """
+        collate_fn = collate_fn or self._balancer.collate_fn
+        with self._meeting("balance"):
+            self._balanced = self._make_minibatch(samples, lengths, fields, collate_fn)
+        return self._balanced
+
+    def annotate(
+        self,
+        samples: Sequence[Sample],
+        function: Callable[[MicroBatch], Annotations],
+        *,
+        lengths: Sequence[int] | None = None,
+        fields: Sequence[str] | None = None,
+    ) -> list[TensorSample]:
+        """Compute something of all ranks' samples, balanced, and write it into them. Collective.
+
+        For log-probabilities of the old and the reference policy, values, entropies. The model is in
+        evaluation mode and no gradients are kept.
+
+        Args:
+            samples: this rank's; see :meth:`balance`.
+            function: gets a micro-batch on the model's device and returns values by name: ``[1, T]``, aligned
+                with its labels, or ``[num_samples]``.
+            lengths: as for :meth:`plan`.
+            fields: as for :meth:`balance`.
+
+        Returns:
+            The samples that *this* rank has computed, with the new fields. They stay here: hand them to
+            :meth:`balance`, which moves them on.
+
+        Raises:
+            UsageError: as :meth:`balance`, or values of another shape.
+        """
+        with self._meeting("annotate"):
+            minibatch = self._make_minibatch(samples, lengths, fields, None)
+        training = self.module.training
+        done: list[TensorSample] = []
+        self.module.eval()
+        with self._control.phase(Phase.FORWARD), torch.no_grad(), self._device.computing():
+            for micro_batch in minibatch:
+                values = function(micro_batch.to(self._device.torch_device))
+                found = {name: _cut(name, value, micro_batch) for name, value in values.items()}
+                for number, position in enumerate(micro_batch.sample_ids):
+                    new = {name: cut[number] for name, cut in found.items()}
+                    done.append({**nested(minibatch.samples(position)), **new})
+        self._sharding.reshard()
+        self.module.train(training)
+        self._begin_anew()
+        return done
+
+    @contextlib.contextmanager
+    def generating(self, *, whole: bool = True) -> Iterator[nn.Module]:
+        """The model for ``model.generate(...)``: in evaluation mode and without gradients.
+
+        Any rank, any time between steps. Ranks may generate different numbers of tokens, or nothing at all:
+        on demand nobody waits for anybody.
+
+        Args:
+            whole: fetch all parameters once and keep them until the end of the block, which needs the memory
+                of the whole model (in the dtype of the computation); False: fetch each block's for every
+                token and drop them again. With ``odc.transport: collective`` it must be whole, and all ranks
+                enter the block together.
+
+        Yields:
+            The model.
+
+        Raises:
+            UsageError: in the middle of a minibatch.
+        """
+        self._require_between("generating")
+        with generating(
+            self.module,
+            self._sharding,
+            self._control,
+            self._device,
+            whole=whole,
+            reshards=self.config.odc.reshard_after_forward,
+        ):
+            yield self.module
+        self._begin_anew()
+
+    # -- parts -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _meeting(self, call: str) -> Iterator[None]:
+        self._require_between(call)
+        with self._control.phase(Phase.BALANCING):
+            self._balanced = None  # its samples may be replaced
+            self._control.barrier(Meeting.BALANCE, self.global_steps)
+            yield
+        self._begin_anew()
+
+    def _make_minibatch(
+        self,
+        samples: Sequence[Sample],
+        lengths: Sequence[int] | None,
+        fields: Sequence[str] | None,
+        collate_fn: Collate | None,
+    ) -> Balanced:
+        tensors, stock = self._balancer.take_stock(samples, lengths)
+        if collate_fn is None:
+            self._prepare_packing(stock)
+        wait = functools.partial(self._device.wait_for_backlog, self._control)
+        return self._balancer.minibatch(tensors, stock, fields, collate_fn, self._next_serial(), wait)
+
+    def _prepare_packing(self, stock: Stock) -> None:
+        """Several samples share a row: attention must stop between them. All ranks see to it together."""
+        if not stock.lengths or not is_transformers_model(self.module):
+            return
+        if not self._packs:
+            low = self.config.bf16.enabled  # what the sharded model computes in
+            prepare_model(self.module, probe=False)
+            check_isolation(self.module, 0.05 if low else 1e-5)
+            prepare_loss(self.module, 0.01 if low else 1e-5)
+            self._sharding.reshard()
+            self._packs = True
+        one_a_row = self.config.train_micro_batch_size_per_gpu == 1
+        check_lengths(self.module, max(stock.lengths), shared_rows=not one_a_row)
+
+
+def _cut(name: str, values: Any, micro_batch: MicroBatch) -> list[torch.Tensor]:
+    """For each sample its values."""
+    if isinstance(values, torch.Tensor):
+        if values.shape[:2] == micro_batch.labels.shape:
+            return micro_batch.unpack(values.cpu())
+        if values.shape[:1] == (micro_batch.num_samples,):
+            return list(values.detach().cpu().unbind())
+    shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+    raise UsageError(
+        f"annotate: the function gave {name} as {shape}; expected a tensor of "
+        f"{list(micro_batch.labels.shape)} (positions) or {[micro_batch.num_samples]} (samples)"
+    )
