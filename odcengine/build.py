@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -38,6 +38,7 @@ from odcengine.models.stored import StoredModel
 from odcengine.monitor import Monitor
 from odcengine.optim import build_optimizer, build_scheduler
 from odcengine.rollouts.balance import Balancer
+from odcengine.rollouts.reference import Reference, ReferenceSource
 from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.sharding.layout import find_groups
@@ -63,6 +64,7 @@ def initialize(
     loss_fn: LossFn | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     length_fn: Callable[[Any], int] | None = None,
+    reference: ReferenceSource | None = None,
 ) -> tuple[OdcEngine, Optimizer, MinibatchLoader | None, LRScheduler | None]:
     """Bring all ranks together, shard the model and make what a training loop needs. Collective.
 
@@ -84,6 +86,8 @@ def initialize(
             default the token loss of a causal language model.
         collate_fn: makes a micro-batch from a list of samples; by default samples are packed.
         length_fn: length of a sample in tokens, for the load balancer.
+        reference: a frozen model that is only evaluated, sharded over the same ranks by the same means:
+            ``engine.reference``. A model like ``model``, or a directory as for ``model.path``.
 
     Returns:
         ``(engine, optimizer, loader, scheduler)``; the last two are None where there is none.
@@ -100,6 +104,8 @@ def initialize(
         )
     settings = load_config(source)
     if settings.odc.backend == "deepspeed":
+        if reference is not None:
+            raise ConfigError("reference: not with odc.backend: deepspeed; expected fsdp2")
         return _initialize_deepspeed(  # type: ignore[no-any-return]  # an engine with the same calls
             settings,
             model=model,
@@ -124,6 +130,16 @@ def initialize(
                 model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
             blocks = block_modules(model, settings.odc.wrap)
             check_model(model, blocks, job.device.type, stored=stored is not None)
+            frozen = None if reference is None else Reference.open(reference, settings, model)
+            if frozen is not None:
+                frozen_blocks = block_modules(frozen.model, settings.odc.wrap)
+                check_model(
+                    frozen.model,
+                    frozen_blocks,
+                    job.device.type,
+                    stored=frozen.stored is not None,
+                    frozen=True,
+                )
             loader, costs = None, _costs(model, settings, job)
             training_data = _open_data(settings, training_data)
             if training_data is not None:
@@ -133,7 +149,10 @@ def initialize(
             # After the loader has tried the model, which would compile for that.
             if settings.model.compile and stored is None:
                 _compile(model, blocks)
-            sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer, stored)
+            packs = loader is not None and loader.packs
+            if frozen is not None and packs:
+                frozen.prepare(low_precision=settings.bf16.enabled, sharded=False)
+            sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer, stored, frozen)
             made = _build_optimizer(settings, optimizer, parameters)
             scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
             monitor = Monitor(settings, job, sharding, loader, flops_of=_flops_of(model))
@@ -151,7 +170,10 @@ def initialize(
                 scheduler=scheduler,
                 loader=loader,
                 loss_fn=loss_fn,
+                reference=None if frozen is None else frozen.model,
             )
+            if frozen is not None and packs:
+                frozen.prepare(low_precision=settings.bf16.enabled, sharded=True)
             if stored is not None:
                 _try_out(engine, loader)
                 if settings.model.compile:
@@ -311,17 +333,19 @@ def _shard(
     job: Job,
     optimizer: OptimizerSource | None,
     stored: StoredModel | None,
+    frozen: Reference | None,
 ) -> tuple[Sharding, Transport | None, list[dict[str, Any]]]:
-    """Shard the model, install the communication, and return the parameter groups for the optimizer."""
+    """Shard the models, install the communication, and return the parameter groups for the optimizer."""
     bf16, topology = config.bf16.enabled, job.topology
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     equalize_weights(model, job, stored=None if stored is None else stored.weights.fingerprint)
     collective = config.odc.transport == "collective" or topology.world_size == 1
     param_dtype = torch.bfloat16 if bf16 else None
+    mesh = init_device_mesh(job.device.type, (topology.world_size,))
     shard_model(
         model,
         blocks,
-        init_device_mesh(job.device.type, (topology.world_size,)),
+        mesh,
         param_dtype=param_dtype,
         # Collectives reduce in fp32. On demand a bf16 gradient is added to the fp32 accumulator as it is:
         # the sum is the same, at half the traffic.
@@ -336,13 +360,18 @@ def _shard(
     else:
         parameters = [{"params": [p for p in sharded.values() if p.requires_grad]}]
     groups = find_groups(model, param_dtype)
+    both: nn.Module = model
+    if frozen is not None:
+        _shard_reference(frozen, mesh, param_dtype, config, job)
+        groups += frozen.groups(len(groups), param_dtype)
+        both = nn.ModuleList([model, frozen.model])
     if collective:
-        return CollectiveSharding(model, groups, job.control), None, parameters
+        return CollectiveSharding(both, groups, job.control), None, parameters
     grid, deterministic = Grid.of(job.topology), config.odc.deterministic
     num_slots = slots_of(grid, deterministic=deterministic)
     transport = make_transport(job, config, plan_windows(groups, grid.num_nodes, num_slots))
     sharding = OnDemandSharding(
-        model,
+        both,
         groups,
         transport,
         job.control,
@@ -352,6 +381,17 @@ def _shard(
         deterministic=deterministic,
     )
     return sharding, transport, parameters
+
+
+def _shard_reference(
+    frozen: Reference, mesh: DeviceMesh, param_dtype: torch.dtype | None, config: Config, job: Job
+) -> None:
+    stored = frozen.stored
+    equalize_weights(frozen.model, job, stored=None if stored is None else stored.weights.fingerprint)
+    blocks = block_modules(frozen.model, config.odc.wrap)
+    shard_model(frozen.model, blocks, mesh, param_dtype=param_dtype, reduce_dtype=None)
+    if stored is not None:
+        stored.fill(frozen.model, job.device.torch_device)
 
 
 def _rename_groups(

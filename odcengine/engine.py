@@ -61,6 +61,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
 
     Attributes:
         module: the sharded model.
+        reference: the sharded reference model, frozen, or None.
         optimizer: its optimizer.
         scheduler: its learning rate scheduler, or None.
         config: the configuration.
@@ -84,8 +85,10 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         scheduler: LRScheduler | None,
         loader: MinibatchLoader | None,
         loss_fn: LossFn | None,
+        reference: nn.Module | None = None,
     ) -> None:
         self.module = model
+        self.reference = reference
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.config = config
@@ -102,7 +105,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._balancer = balancer
         self._balanced: Balanced | None = None
         self._draw_serials = itertools.count(1)  # of whatever ranks draw from; the same on all ranks
-        self._packs = loader is not None and loader.packs
+        packs = loader is not None and loader.packs
+        self._unprepared = [] if packs else [part for part in (model, reference) if part is not None]
         self._loader = loader
         self._checkpoints = Checkpoints(Trained(model, optimizer, scheduler, loader), job, config)
         saves = config.checkpoint.dir is not None

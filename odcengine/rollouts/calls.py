@@ -18,17 +18,16 @@ from odcengine.data import MicroBatch
 from odcengine.device import Device
 from odcengine.errors import UsageError
 from odcengine.models import (
-    check_isolation,
     check_lengths,
     is_transformers_model,
-    prepare_loss,
-    prepare_model,
 )
 from odcengine.rollouts.balance import Balanced, Balancer, Collate
 from odcengine.rollouts.exchange import Stock
 from odcengine.rollouts.generating import generating
+from odcengine.rollouts.reference import copy_weights, prepare_for_packing
 from odcengine.rollouts.samples import Sample, TensorSample, nested
-from odcengine.sharding.base import Sharding
+from odcengine.sharding.base import Changed, Sharding
+from odcengine.transport.base import Transport
 
 Annotations = Mapping[str, torch.Tensor]
 """Values by name: ``[1, T]`` of a micro-batch's positions, or ``[num_sequences]``."""
@@ -38,6 +37,8 @@ class RolloutCalls(abc.ABC):
     """What ``OdcEngine`` inherits. All calls but :meth:`generating` are collective, between two backwards."""
 
     module: nn.Module
+    reference: nn.Module | None
+    transport: Transport | None
     config: Config
     global_steps: int
     _balancer: Balancer
@@ -45,7 +46,7 @@ class RolloutCalls(abc.ABC):
     _control: ControlBlock
     _device: Device
     _sharding: Sharding
-    _packs: bool
+    _unprepared: list[nn.Module]
 
     @abc.abstractmethod
     def _require_between(self, call: str) -> None:
@@ -221,6 +222,25 @@ class RolloutCalls(abc.ABC):
             yield self.module
         self._begin_anew()
 
+    def update_reference(self) -> None:
+        """Give the reference model the weights that the model has now. Collective, between two minibatches.
+
+        Each rank copies its own shard. Checkpoints do not hold the reference: a run that goes on from one has
+        the reference that it gave to ``initialize``.
+
+        Raises:
+            UsageError: there is no reference, or it has another architecture.
+        """
+        self._require_between("update_reference")
+        if self.reference is None:
+            raise UsageError("update_reference: give reference=... to odcengine.initialize")
+        with self._control.phase(Phase.PUBLISH):
+            barrier = self._control.barrier if self.transport is None else self.transport.barrier
+            barrier(Meeting.REFERENCE, self.global_steps)
+            self._sharding.reshard()
+            copy_weights(self.module, self.reference)
+            self._sharding.publish(Changed.ALL)
+
     # -- parts -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -247,17 +267,12 @@ class RolloutCalls(abc.ABC):
 
     def _prepare_packing(self, stock: Stock) -> None:
         """Several samples share a row: attention must stop between them. All ranks see to it together."""
-        if not stock.lengths or not is_transformers_model(self.module):
-            return
-        if not self._packs:
-            low = self.config.bf16.enabled  # what the sharded model computes in
-            prepare_model(self.module, probe=False)
-            check_isolation(self.module, 0.05 if low else 1e-5)
-            prepare_loss(self.module, 0.01 if low else 1e-5)
+        while self._unprepared:
+            prepare_for_packing(self._unprepared.pop(), low_precision=self.config.bf16.enabled)
             self._sharding.reshard()
-            self._packs = True
-        one_a_row = self.config.train_micro_batch_size_per_gpu == 1
-        check_lengths(self.module, max(stock.lengths), shared_rows=not one_a_row)
+        if stock.lengths and is_transformers_model(self.module):
+            one_a_row = self.config.train_micro_batch_size_per_gpu == 1
+            check_lengths(self.module, max(stock.lengths), shared_rows=not one_a_row)
 
 
 def _cut(name: str, values: Any, micro_batch: MicroBatch) -> list[torch.Tensor]:

@@ -73,7 +73,12 @@ def _no_split_names(model: nn.Module) -> set[str]:
 
 
 def check_model(
-    model: nn.Module, blocks: Sequence[nn.Module], device_type: str, *, stored: bool = False
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device_type: str,
+    *,
+    stored: bool = False,
+    frozen: bool = False,
 ) -> None:
     """Refuse what cannot be sharded, before anything is changed.
 
@@ -82,13 +87,14 @@ def check_model(
         blocks: the modules that become groups.
         device_type: where the ranks compute, "cpu" or "cuda"; parameters may be there or on the CPU.
         stored: parameters are on the meta device, and filled when they are sharded.
+        frozen: nothing of it is to be trained.
 
     Raises:
         ConfigError: no parameters, parameters on another device, or one tied across groups.
     """
     if not any(True for _ in model.parameters()):
         raise ConfigError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"model: no parameter of {type(model).__name__} requires a gradient; there is nothing to train"
         )
