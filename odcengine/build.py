@@ -87,7 +87,8 @@ def initialize(
         collate_fn: makes a micro-batch from a list of samples; by default samples are packed.
         length_fn: length of a sample in tokens, for the load balancer.
         reference: a frozen model that is only evaluated, sharded over the same ranks by the same means:
-            ``engine.reference``. A model like ``model``, or a directory as for ``model.path``.
+            ``engine.reference``. A model like ``model``, or what the keys ``model.path`` and ``model.config``
+            take.
 
     Returns:
         ``(engine, optimizer, loader, scheduler)``; the last two are None where there is none.

@@ -272,7 +272,7 @@ class RolloutCalls(abc.ABC):
             self._sharding.reshard()
         if stock.lengths and is_transformers_model(self.module):
             one_a_row = self.config.train_micro_batch_size_per_gpu == 1
-            check_lengths(self.module, max(stock.lengths), shared_rows=not one_a_row)
+            check_lengths(self.module, stock.longest, shared_rows=not one_a_row)
 
 
 def _cut(name: str, values: Any, micro_batch: MicroBatch) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from odcengine._collectives import gather_bytes
 from odcengine.balance import Plan
 from odcengine.control import ControlBlock
-from odcengine.data.pack import length_of, num_targets_of
+from odcengine.data.pack import num_targets_of, sequences_of
 from odcengine.errors import UsageError
 from odcengine.rollouts.samples import (
     Field,
@@ -39,6 +39,7 @@ from odcengine.rollouts.samples import (
 )
 
 _UNKNOWN = -1
+_COLUMNS = 3  # length, targets, longest sequence; behind them the elements of each field
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Stock:
     Attributes:
         schema: of all samples.
         lengths: tokens of each sample.
+        longest: tokens of the longest sequence of a sample.
         num_targets: positions with a target of each; None where samples have no ``input_ids``.
         nbytes: bytes of each when it travels.
         homes: the rank that each was given on.
@@ -58,6 +60,7 @@ class Stock:
 
     schema: Schema
     lengths: tuple[int, ...]
+    longest: int
     num_targets: tuple[int, ...] | None
     nbytes: tuple[int, ...]
     homes: tuple[int, ...]
@@ -106,11 +109,12 @@ def take_stock(
         raise UsageError(f"{len(samples)} samples, but {len(lengths)} lengths; give one for each")
     rows = []
     for number, sample in enumerate(tensors):
-        length = _length_of(sample, number) if lengths is None else int(lengths[number])
+        parts = _sequence_lengths(sample, number)
+        length = _length_of(parts, sample, number) if lengths is None else int(lengths[number])
         if length < 1:
             raise UsageError(f"sample {number} has length {length}, but must have at least 1")
-        targets = num_targets_of(nested(sample), number) if _has_tokens(sample) else _UNKNOWN
-        rows.append([length, targets, *numels(sample, schema or ())])
+        targets = num_targets_of(nested(sample), number) if parts else _UNKNOWN
+        rows.append([length, targets, max(parts, default=length), *numels(sample, schema or ())])
     header = {
         "fields": None if schema is None else [[field.name, field.dtype, field.ndim] for field in schema],
         "plan": None if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest(),
@@ -121,22 +125,25 @@ def take_stock(
     return tensors, _add_up(told, rank)
 
 
-def _has_tokens(sample: TensorSample) -> bool:
-    return "input_ids" in sample or "sequences/0/input_ids" in sample
+def _sequence_lengths(sample: TensorSample, number: int) -> list[int]:
+    """Tokens of each sequence of a sample; none where it has no tokens."""
+    if "input_ids" not in sample and "sequences/0/input_ids" not in sample:
+        return []
+    return [len(sequence["input_ids"]) for _, sequence in sequences_of(nested(sample), f"sample {number}")]
 
 
-def _length_of(sample: TensorSample, number: int) -> int:
-    if not _has_tokens(sample):
+def _length_of(parts: list[int], sample: TensorSample, number: int) -> int:
+    if not parts:
         raise UsageError(
             f"sample {number} has no input_ids, whose number is its length; it has {', '.join(sample)}. Give "
             "lengths=..., one for each sample"
         )
-    return length_of(nested(sample))
+    return sum(parts)
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells: a digest of its plan, its schema, and for each sample length, targets and counts."""
+    """What a rank tells: a digest of its plan, its schema, and numbers of each sample (``take_stock``)."""
 
     plan: str | None
     schema: Schema | None
@@ -148,7 +155,7 @@ class _Told:
         header = json.loads(line)
         fields = header["fields"]
         schema = None if fields is None else tuple(Field(*field) for field in fields)
-        columns = 2 + len(schema or ())
+        columns = _COLUMNS + len(schema or ())
         table = np.frombuffer(rest, dtype=np.int64).reshape(header["count"], columns).tolist()
         return cls(header["plan"], schema, table)
 
@@ -172,11 +179,12 @@ def _add_up(told: Sequence[_Told], rank: int) -> Stock:
     return Stock(
         schema=schema,
         lengths=tuple([row[0] for row in rows]),
+        longest=max([row[2] for row in rows], default=0),
         num_targets=None if any(row[1] == _UNKNOWN for row in rows) else tuple([row[1] for row in rows]),
-        nbytes=tuple([nbytes(schema, row[2:]) for row in rows]),
+        nbytes=tuple([nbytes(schema, row[_COLUMNS:]) for row in rows]),
         homes=tuple([number for number, theirs in enumerate(told) for _ in theirs.table]),
         rank=rank,
-        packable=packable(schema, [row[2:] for row in rows]),
+        packable=packable(schema, [row[_COLUMNS:] for row in rows]),
     )
 
 

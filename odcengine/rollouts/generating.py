@@ -3,12 +3,17 @@
 ``model.generate`` calls the model once a token. FSDP2 fetches the parameters of every block in each of these
 calls and drops them behind it: on demand that works, whatever the other ranks do, but moves the whole model
 for every token. So by default the parameters are fetched once and stay whole until the end.
+
+transformers sees that FSDP2 shards the model, takes its communication for collectives, and lets all ranks go
+on until the last one is done, with an all-reduce for every token (``synced_gpus``). Neither way needs that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,13 +64,28 @@ def generating(
                     _set_reshard(model, False)
                     for module in modules:
                         module.unshard()
-                yield
+                with _unsynchronized(model):
+                    yield
         finally:
             beat.remove()
             if whole:
                 _set_reshard(model, reshards)
             sharding.reshard()
             model.train(training)
+
+
+@contextlib.contextmanager
+def _unsynchronized(model: Any) -> Iterator[None]:
+    """``model.generate`` waits for no other rank."""
+    generate = getattr(model, "generate", None)
+    if generate is None:
+        yield
+        return
+    model.generate = functools.partial(generate, synced_gpus=False)  # hides the class's own for the moment
+    try:
+        yield
+    finally:
+        del model.generate
 
 
 def _set_reshard(model: nn.Module, reshards: bool) -> None:

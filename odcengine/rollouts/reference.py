@@ -7,7 +7,9 @@ they pull the model, it is published once, and nothing is ever pushed. It is onl
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +28,8 @@ from odcengine.models import (
 from odcengine.models.stored import StoredModel
 from odcengine.sharding.layout import ParamGroup, find_groups
 
-ReferenceSource = nn.Module | str | os.PathLike[str]
+ReferenceSource = nn.Module | str | os.PathLike[str] | Mapping[str, Any]
+"""A model, its directory, or values of a configuration with ``model_type`` for random weights."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,10 @@ class Reference:
 
     @classmethod
     def open(cls, source: ReferenceSource, config: Config, model: nn.Module) -> Reference:
-        """Freeze a model, or open the directory of one.
+        """Freeze a model, or make one.
 
         Args:
-            source: a model with its weights, or what ``model.path`` takes.
+            source: a model with its weights, or what ``model.path`` or ``model.config`` take.
             config: the configuration.
             model: the model that is trained.
 
@@ -62,7 +65,7 @@ class Reference:
                 )
             found = cls(source if dtype is None else source.to(dtype), None)
         else:
-            stored = open_model(source, dtype=dtype)
+            stored = None if isinstance(source, Mapping) else open_model(source, dtype=dtype)
             found = cls(load_model(source, dtype=dtype) if stored is None else stored.model, stored)
         found.model.requires_grad_(False)
         found.model.eval()

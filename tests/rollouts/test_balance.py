@@ -1,0 +1,190 @@
+"""Rollouts born anywhere: each is computed once, where the plan or the draw has it, and the gradient is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_ranks, values
+from torch.distributed.tensor import DTensor
+
+import odcengine
+from engine.toy import assemble, shard, worst_error
+from odcengine import OdcEngine
+from odcengine.data import MicroBatch
+from odcengine.losses import GrpoLoss
+from rollouts.policy import EPS, KL, logprobs_of, make_policy, make_rollouts, plain_gradient, share_out
+
+STEPS, COUNT = 3, 14
+TIMES = {"timeout_s": 30, "startup_timeout_s": 60}
+METHODS: dict[str, dict[str, Any]] = {
+    "lb_mini": {"balance": {"strategy": "lb_mini"}, "odc": {"transport": "shm"}},
+    "dynamic": {"balance": {"strategy": "dynamic"}, "odc": {"transport": "shm"}},
+    "collective": {"balance": {"strategy": "lb_micro"}, "odc": {"transport": "collective"}},
+    "two nodes": {"balance": {"strategy": "dynamic"}, "odc": {"sharding": "hybrid", "node_size": 1}},
+}
+LOSS = GrpoLoss(eps_low=EPS, eps_high=EPS, kl_coef=KL)
+
+
+def _engine(method: str, **balance: Any) -> OdcEngine:
+    config = METHODS[method]
+    return odcengine.initialize(
+        model=make_policy(1),
+        reference=make_policy(2),
+        config={
+            "train_batch_size": 8,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "odc": {**TIMES, **config["odc"]},
+            "balance": {"max_tokens_per_micro_batch": 48, **config["balance"], **balance},
+        },
+    )[0]
+
+
+def _reference_logprobs(engine: OdcEngine, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+    assert engine.reference is not None
+    found = LOSS.logprobs(engine.reference, micro_batch).logprobs
+    return {"ref_logprobs": found, "tokens": micro_batch.spread(torch.ones(micro_batch.num_samples))}
+
+
+def _learn(rank: int, world_size: int, method: str) -> dict[str, Any]:
+    with _engine(method) as engine:
+        gradients: list[dict[str, torch.Tensor]] = []
+
+        def keep(*_: Any) -> None:
+            gradients.append({n: shard(p.grad) for n, p in engine.module.named_parameters()})
+
+        engine.optimizer.register_step_pre_hook(keep)
+        computed, samples, tokens = [], [], []
+        for step in range(STEPS):
+            mine = share_out(step, make_rollouts(step, COUNT if step else 1), world_size)[rank]
+            scored = engine.annotate(mine, lambda batch: _reference_logprobs(engine, batch))
+            names = [sample["name"] for sample in scored]
+            minibatch = engine.balance(scored)
+            for micro_batch in minibatch:
+                computed += [minibatch.samples(position)["name"] for position in micro_batch.sample_ids]
+                engine.backward(engine(micro_batch, loss_fn=LOSS))
+            metrics = engine.step()
+            samples.append((metrics.num_samples, minibatch.num_samples_global, len(names)))
+            tokens.append((metrics.num_tokens, metrics.flops))
+        return {"gradients": gradients, "computed": computed, "samples": samples, "tokens": tokens}
+
+
+def _all_methods(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {method: _learn(rank, world_size, method) for method in METHODS}
+    found["exchange"] = _exchange(rank, world_size)
+    found["generate"] = _generate(rank)
+    return found
+
+
+def _exchange(rank: int, world_size: int) -> dict[str, Any]:
+    """The parts that balance is made of, one after the other."""
+    with _engine("lb_mini") as engine:
+        mine = share_out(0, make_rollouts(0, COUNT), world_size)[rank]
+        plan = engine.plan(mine)
+        moved = engine.exchange(mine, plan)
+        empty = engine.balance([])
+        pairs = [{"a": [1.0] * (2 + rank), "b": rank}] * (3 - rank)
+        batches = list(engine.balance(pairs, lengths=[5] * len(pairs), collate_fn=list))
+        serials = [engine.draw()]
+        engine.step()
+        return {
+            "plan": plan,
+            "moved": {position: sample["name"] for position, sample in moved.items()},
+            "born": [rollout["name"] for rollout in mine],
+            "empty": (len(empty), empty.num_samples_global),
+            "collated": [len(sample["a"]) for batch in batches for sample in batch],
+            "drawn": serials,
+        }
+
+
+def _generate(rank: int) -> dict[str, Any]:
+    """Ranks generate different numbers of tokens, one of them none, and train in between."""
+    prompts = torch.tensor([[0, 0, 3], [4, 5, 6]])
+    asked = {"input_ids": prompts, "attention_mask": (prompts > 0).long(), "do_sample": False}
+    plain, found = make_policy(1).eval(), []
+    with _engine("lb_mini") as engine:
+        for step in range(2):
+            for whole in (True, False):
+                if rank != step:
+                    with engine.generating(whole=whole) as model:
+                        answers = model.generate(**asked, max_new_tokens=3 + 8 * rank)
+                        assert not model.training
+                    right = plain.generate(**asked, max_new_tokens=3 + 8 * rank)
+                    found.append(torch.equal(answers, right))
+            assert engine.module.training
+            assert all(isinstance(parameter, DTensor) for parameter in engine.parameters())
+            for micro_batch in engine.balance(make_rollouts(step, 2)):
+                engine.backward(engine(micro_batch))
+            engine.step()
+            whole_weights = {n: p.full_tensor() for n, p in engine.module.named_parameters()}
+            plain.load_state_dict(whole_weights, strict=False)
+        engine.update_reference()
+        with engine.generating(), torch.no_grad():
+            assert engine.reference is not None
+            tokens = torch.tensor([1, 2, 3, 4])
+            pair = [logprobs_of(model, tokens) for model in (engine.reference, plain)]
+        return {"equal": found, "reference": float((pair[0] - pair[1]).abs().max())}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return values(run_ranks(_all_methods, 2, timeout_s=120))
+
+
+@pytest.fixture(scope="module")
+def right() -> list[dict[str, torch.Tensor]]:
+    """The gradients of one process, which steps as the ranks do."""
+    model, reference = make_policy(1), make_policy(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for step in range(STEPS):
+        gradients.append(plain_gradient(model, reference, make_rollouts(step, COUNT if step else 1)))
+        optimizer.step()
+    return gradients
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_is_that_of_one_process(
+    method: str, ranks: list[dict[str, Any]], right: list[dict[str, torch.Tensor]]
+) -> None:
+    shards = [found[method]["gradients"] for found in ranks]
+    gradients = [assemble(list(of_step)) for of_step in zip(*shards, strict=True)]
+    assert worst_error(gradients, right) < 1e-10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_rollout_is_computed_once(method: str, ranks: list[dict[str, Any]]) -> None:
+    computed = Counter(name for found in ranks for name in found[method]["computed"])
+    everything = [r["name"] for step in range(STEPS) for r in make_rollouts(step, COUNT if step else 1)]
+    assert computed == Counter(everything)
+    for step, told in enumerate(zip(*(found[method]["samples"] for found in ranks), strict=True)):
+        count = COUNT if step else 1
+        assert {(samples, total) for samples, total, _ in told} == {(count, count)}
+        assert sum(scored for _, _, scored in told) == count
+    # The monitor counts what was trained, not what was annotated.
+    for step, (tokens, flops) in enumerate(ranks[0][method]["tokens"]):
+        rollouts = make_rollouts(step, COUNT if step else 1)
+        assert tokens == sum(len(rollout["input_ids"]) for rollout in rollouts)
+        assert flops > 0
+
+
+def test_rollouts_go_where_the_plan_has_them(ranks: list[dict[str, Any]]) -> None:
+    first, second = (found["exchange"] for found in ranks)
+    assert first["plan"] == second["plan"]
+    names = first["born"] + second["born"]
+    assert sorted(names) == sorted(rollout["name"] for rollout in make_rollouts(0, COUNT))
+    for rank, found in enumerate((first, second)):
+        planned = {position for group in first["plan"].micro_batches[rank] for position in group}
+        assert found["moved"] == {position: names[position] for position in planned}
+    assert first["empty"] == second["empty"] == (0, 0)
+    assert sorted(first["collated"] + second["collated"]) == [2, 2, 2, 3, 3]
+    assert sorted(first["drawn"] + second["drawn"]) == [0, 1]
+
+
+def test_generation_equals_that_of_the_whole_model(ranks: list[dict[str, Any]]) -> None:
+    """With and without whole parameters, padded on the left, before and after packed rows were trained."""
+    for found in ranks:
+        assert found["generate"]["equal"] == [True, True]
+        assert found["generate"]["reference"] < 1e-12
