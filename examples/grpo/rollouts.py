@@ -197,7 +197,8 @@ def read_groups(paths: Iterable[Path], tokenizer: Tokenizer) -> Iterator[list[Ro
                 reward = None if item.get("reward") is None else float(item["reward"])
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(
-                    f"{path}:{number}: {error!r}; a line is an object with prompt, completion and perhaps reward"
+                    f"{path}:{number}: {error!r}; a line is an object with prompt, completion and perhaps "
+                    "reward"
                 ) from error
             if group and group[0].prompt != prompt:
                 yield group

@@ -4,7 +4,7 @@
 
 A short supervised warm start comes first, so that some answers are right. Then, again and again: each rank
 samples answers to its own prompts with the sharded model; rewards and group advantages; the log-probabilities
-of old and reference policy; updates. The ranks' answers differ in number and length, so ``engine.annotate`` and
+of old and reference policy; updates. The ranks' answers differ in length, so ``engine.annotate`` and
 ``engine.balance`` move them to where the work is even. ``--out`` gets ``rewards.jsonl`` and ``reward.png``.
 
 With ``--model DIR`` (and its tokenizer) another model learns the same task. ``--rollouts`` takes answers from
@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from arithmetic import Characters, make_problem, reward_of
 from rollouts import GenerateSampler, Rollout, Sampler, VllmSampler, read_groups, write_rollouts
-from torch import nn
 
 import odcengine
 from odcengine import OdcEngine
@@ -65,7 +64,9 @@ def main() -> None:
         log = RewardLog(arguments.out, rank)
         sampler = make_sampler(engine, tokenizer, arguments)
         groups = offline_groups(arguments.rollouts, tokenizer, rank, world_size)
-        per_rank = -(-engine.config.resolve_batch(world_size).train_batch_size * arguments.updates // world_size)
+        per_rank = -(
+            -engine.config.resolve_batch(world_size).train_batch_size * arguments.updates // world_size
+        )
         num_groups = max(1, per_rank // arguments.group_size)
         for iteration in range(arguments.iterations):
             if groups is None:
@@ -130,7 +131,10 @@ def make_sampler(engine: OdcEngine, tokenizer: Any, arguments: argparse.Namespac
 def warm_up(engine: OdcEngine, tokenizer: Any, dice: random.Random, arguments: argparse.Namespace) -> float:
     """One step of supervised learning on solved problems."""
     samples = []
-    share = -(-engine.config.resolve_batch(engine.topology.world_size).train_batch_size // engine.topology.world_size)
+    share = -(
+        -engine.config.resolve_batch(engine.topology.world_size).train_batch_size
+        // engine.topology.world_size
+    )
     for _ in range(share):
         problem = make_problem(dice, arguments.largest)
         prompt, answer = tokenizer.encode(problem.prompt), tokenizer.encode(problem.answer)
@@ -197,7 +201,9 @@ def with_reward(rollout: Rollout) -> Rollout:
 def mean_rewards(rollouts: list[Rollout]) -> tuple[float, float, int]:
     """Mean reward and share of right answers over all ranks, and the number of rollouts."""
     rewards = [rollout.reward for rollout in rollouts]
-    sums = torch.tensor([sum(rewards), sum(reward == 1 for reward in rewards), len(rewards)], dtype=torch.float64)
+    sums = torch.tensor(
+        [sum(rewards), sum(reward == 1 for reward in rewards), len(rewards)], dtype=torch.float64
+    )
     dist.all_reduce(sums)
     total, right, count = sums.tolist()
     return total / max(count, 1), right / max(count, 1), int(count)

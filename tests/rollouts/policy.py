@@ -39,7 +39,7 @@ def make_policy(seed: int) -> nn.Module:
 
 
 def make_rollouts(step: int, count: int) -> list[dict[str, Any]]:
-    """Answers of 1 to 20 tokens to prompts of 1 to 4, with old log-probabilities that are not the policy's."""
+    """Answers of 1 to 20 tokens to prompts of 1 to 4, with old log-probabilities of another policy."""
     dice = torch.Generator().manual_seed(step)
     rollouts = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Rollouts born anywhere: each is computed once, where the plan or the draw has it, and the gradient is right."""
+"""Rollouts born anywhere are computed once, where the plan or the draw has it; the gradient is right."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks, values
+from engine.toy import assemble, shard, worst_error
 from torch.distributed.tensor import DTensor
 
 import odcengine
-from engine.toy import assemble, shard, worst_error
 from odcengine import OdcEngine
 from odcengine.data import MicroBatch
 from odcengine.losses import GrpoLoss

@@ -127,7 +127,10 @@ def test_samples_of_different_fields_are_refused() -> None:
         schema_of([to_tensors(sample, "x")], "x")
         for sample in ({"a": 1}, {"a": 1, "b": 2}, {"a": [1]}, {"a": "one"})
     )
-    assert first and second and third and fourth
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert fourth is not None
     with pytest.raises(UsageError, match="rank 0 and rank 3 have different fields: b only in one of them"):
         merge(first, second, "rank 0", "rank 3")
     for other in (third, fourth):
