@@ -25,6 +25,7 @@ def test_config_trains(name: str, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     named = config.data.path is not None  # it names model and data itself
+    made = config.model.config is not None  # it says what the model is
     model = tmp_path / (config.model.path or "model")
     data = config.data.path or "tokens"
     if not model.exists():
@@ -38,7 +39,8 @@ def test_config_trains(name: str, tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "odc_launcher", "--nproc-per-node", ranks),
             *("--config", str(ROOT / "configs" / name), str(ROOT / "examples/sft/train.py")),
-            *(() if named else ("--model", "model", "--data", data)),
+            *(() if named or made else ("--model", "model")),
+            *(() if named else ("--data", data)),
             *("--steps", "2"),
         ],
         cwd=tmp_path,
