@@ -94,7 +94,9 @@ class _Checker:
         if not path:
             return Config
         if path[0] not in PARAMS:
-            return section_models().get(str(path[0])) if len(path) == 1 else None
+            if len(path) == 1:
+                return section_models().get(str(path[0]))
+            return nested_models().get(show_path(path))
         if len(path) == 1:
             return Choice
         kind = self.get(f"{path[0]}.type")
@@ -451,6 +453,13 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("model.config", "model.path"),
             "is for random weights, but model.path names a model; keep one of the two",
         )
+    lora = config.model.lora
+    if lora is not None and lora.path is not None and lora.model_fields_set != {"path"}:
+        others = sorted(lora.model_fields_set - {"path"})
+        yield (
+            ("model.lora.path", *(f"model.lora.{key}" for key in others)),
+            f"the adapter's own settings count; remove {', '.join(others)}",
+        )
     limit = balance.max_tokens_per_micro_batch
     if config.data.max_length > limit:
         yield (
@@ -495,6 +504,17 @@ def section_models() -> dict[str, type[BaseModel]]:
     }
 
 
+def nested_models() -> dict[str, type[BaseModel]]:
+    """Returns the class of every section inside of a section, by its path; they are null by default."""
+    found = {}
+    for section, model in section_models().items():
+        for name, field in model.model_fields.items():
+            for kind in get_args(field.annotation):
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    found[f"{section}.{name}"] = kind
+    return found
+
+
 def form(field: FieldInfo) -> str:
     """Returns what a field accepts, in words."""
     return _form(field.annotation, field.metadata)
@@ -506,7 +526,10 @@ def _form(annotation: Any, metadata: list[Any]) -> str:
         inner = [m for a in args[1:] for m in (a.metadata if isinstance(a, FieldInfo) else [a])]
         return _form(args[0], [*inner, *metadata])
     if origin in (Union, types.UnionType):
-        if all(_is_section(arg) for arg in args if arg is not type(None)):
+        kinds = [arg for arg in args if arg is not type(None)]
+        if len(kinds) == 1 and isinstance(kinds[0], type) and _is_section(kinds[0]):
+            return f"{_mapping(kinds[0])}, or null"
+        if all(map(_is_section, kinds)):
             return "a mapping with the keys type and params, or null"
         return " or ".join(_form(arg, metadata) for arg in args)
     if origin is Literal:
@@ -583,7 +606,7 @@ def _text_hint(value: str, expected: str) -> str:
 def _all_paths() -> list[str]:
     """Returns the path of every key of the schema and of every known key of DeepSpeed."""
     paths = list(Config.model_fields)
-    for name, model in section_models().items():
+    for name, model in (section_models() | nested_models()).items():
         paths += [f"{name}.{key}" for key in model.model_fields]
     for name, kinds in PARAMS.items():
         for model in kinds.values():

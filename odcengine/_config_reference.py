@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from odcengine import _config_deepspeed as deepspeed
-from odcengine._config_check import REFUSED_VALUES, form, section_models
+from odcengine._config_check import REFUSED_VALUES, form, nested_models, section_models
 from odcengine.config import AUTO_SAMPLES_PER_RANK, PARAMS, Config
 
 _INTRO = """\
@@ -61,6 +61,7 @@ _RULES = """\
 - `odc.lockstep: true`, `odc.sharding: hybrid` and `odc.node_size` need a one-sided transport, not
   `collective`.
 - `model.path` and `model.config` both say what the model is.
+- `model.lora.path` brings its own settings: no other key of `model.lora` goes with it.
 - `odc.node_size` has no use with `odc.sharding: full`.
 - `monitor.timeline_every` and `monitor.timeline_dir` need each other.
 - `data.max_length` cannot be more than `balance.max_tokens_per_micro_batch`.
@@ -120,6 +121,10 @@ def _parts() -> Iterator[str]:
     for name, field in Config.model_fields.items():
         if name in section_models():
             yield f"## {name}\n{field.description}\n\n" + _fields(section_models()[name].model_fields)
+            for path, model in nested_models().items():
+                if path.startswith(f"{name}."):
+                    summary = (model.__doc__ or "").strip().splitlines()[0]
+                    yield f"### {path}\n{summary} null by default.\n\n" + _fields(model.model_fields)
         elif name in PARAMS:
             yield titles[name]
             for kind, model in PARAMS[name].items():

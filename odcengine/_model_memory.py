@@ -7,8 +7,9 @@ Imports no torch: ``odc-launch --plan`` shows it. The windows are those of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from odcengine._in_flight import peak
 from odcengine.errors import ConfigError
@@ -21,26 +22,59 @@ _GATHERED_BLOCKS = 2  # the one that computes and the next one, which FSDP2 fetc
 
 @dataclass(frozen=True)
 class GroupShapes:
-    """Parameters that are gathered together, all of them trained.
+    """Parameters that are gathered together.
 
     Attributes:
         name: the module; empty for the root.
-        shapes: of each parameter.
-        itemsize: bytes of an element, as the weights are stored.
+        shapes: of each parameter that is trained.
+        itemsize: bytes of an element of those, as the weights are stored.
+        frozen: shapes of those that are not trained.
+        frozen_itemsize: bytes of an element of those.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     itemsize: int
+    frozen: tuple[tuple[int, ...], ...] = ()
+    frozen_itemsize: int = 0
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> GroupShapes:
+        """From what ``odcengine.models.shapes`` prints."""
+        shapes, frozen = (tuple(map(tuple, data[key])) for key in ("shapes", "frozen"))
+        return cls(data["name"], shapes, data["itemsize"], frozen, data["frozen_itemsize"])
 
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(math.prod(shape) for shape in self.shapes)
+        return sum(math.prod(shape) for shape in (*self.shapes, *self.frozen))
 
     def shard_numel(self, world_size: int) -> int:
-        """Elements of one rank's shard: FSDP2 cuts the first axis and pads to equal parts."""
-        return sum(-(-shape[0] // world_size) * math.prod(shape[1:]) for shape in self.shapes)
+        """Elements of one rank's shard of what is trained."""
+        return _shard_numel(self.shapes, world_size)
+
+    def frozen_numel(self, world_size: int) -> int:
+        """Elements of one rank's shard of what is not trained."""
+        return _shard_numel(self.frozen, world_size)
+
+    def gathered_nbytes(self, *, bf16: bool) -> int:
+        """Bytes of all parameters as they are computed with."""
+        sizes = ((self.shapes, self.itemsize), (self.frozen, self.frozen_itemsize))
+        return sum(
+            math.prod(shape) * (_BF16_NBYTES if bf16 else itemsize)
+            for shapes, itemsize in sizes
+            for shape in shapes
+        )
+
+    def gradient_nbytes(self, *, bf16: bool) -> int:
+        """Bytes of the gradients of what is trained, as they are computed."""
+        itemsize = _BF16_NBYTES if bf16 else self.itemsize
+        return itemsize * sum(math.prod(shape) for shape in self.shapes)
+
+
+def _shard_numel(shapes: Sequence[tuple[int, ...]], world_size: int) -> int:
+    """FSDP2 cuts the first axis and pads to equal parts."""
+    return sum(-(-shape[0] // world_size) * math.prod(shape[1:]) for shape in shapes)
 
 
 @dataclass(frozen=True)
@@ -72,6 +106,7 @@ class ModelMemory:
         window: parameters that others pull.
         accumulator: sums of gradients that others push.
         weights: this rank's shard of the weights that the optimizer changes.
+        frozen: this rank's shard of the others.
         optimizer: its states.
         exchange: received from other nodes at the end of a step, at most at once.
         gathered: full parameters and gradients of the blocks at hand, at most.
@@ -81,6 +116,7 @@ class ModelMemory:
     window: int
     accumulator: int
     weights: int
+    frozen: int
     optimizer: int
     exchange: int
     gathered: int
@@ -89,8 +125,8 @@ class ModelMemory:
     @property
     def total(self) -> int:
         """All that is held at once, without activations."""
-        held = (self.window, self.accumulator, self.weights, self.optimizer, self.exchange, self.gathered)
-        return sum(held)
+        shards = self.weights + self.frozen + self.optimizer
+        return self.window + self.accumulator + shards + self.exchange + self.gathered
 
 
 def optimizer_states(kind: str, *, amsgrad: bool = False, momentum: bool = False) -> int:
@@ -120,7 +156,7 @@ def plan_memory(
     """
     if num_nodes < 1 or world_size % num_nodes:
         raise ConfigError(f"{world_size} ranks cannot be divided between {num_nodes} nodes")
-    window = accumulator = weights = states = 0
+    window = accumulator = weights = frozen = states = 0
     received: list[int] = []
     node_size = world_size // num_nodes
     for group in groups:
@@ -129,11 +165,14 @@ def plan_memory(
         stored = max(group.itemsize, _FP32_NBYTES) if training.bf16 else group.itemsize
         summed = max(_FP32_NBYTES, stored)
         weights += shard * stored
+        held = group.frozen_numel(world_size)
+        frozen += held * group.frozen_itemsize
         states += shard * stored * training.states
         if training.collective:
             accumulator += shard * stored  # FSDP2's own gradients
             continue
-        window += aligned(num_nodes * shard * pulled)
+        kept = _BF16_NBYTES if training.bf16 else group.frozen_itemsize
+        window += aligned(num_nodes * (shard * pulled + held * kept))
         slots = node_size if training.deterministic else 1
         accumulator += aligned(num_nodes * slots * shard * summed)
         if num_nodes > 1:
@@ -142,6 +181,7 @@ def plan_memory(
         window=window,
         accumulator=accumulator,
         weights=weights,
+        frozen=frozen,
         optimizer=states,
         exchange=peak(received),
         gathered=_gathered(groups, training),
@@ -152,11 +192,10 @@ def plan_memory(
 def _gathered(groups: Sequence[GroupShapes], training: Training) -> int:
     """The root and two blocks with their parameters, and the gradients of the larger of them."""
 
-    def nbytes(group: GroupShapes) -> int:
-        return group.numel * (_BF16_NBYTES if training.bf16 else group.itemsize)
-
-    blocks = sorted((nbytes(group) for group in groups if group.name), reverse=True)
-    root = sum(nbytes(group) for group in groups if not group.name)
+    nbytes = {id(group): group.gathered_nbytes(bf16=training.bf16) for group in groups}
+    blocks = sorted((nbytes[id(group)] for group in groups if group.name), reverse=True)
+    root = sum(nbytes[id(group)] for group in groups if not group.name)
     held = sum(blocks) if training.keeps_gathered else sum(blocks[:_GATHERED_BLOCKS])
-    gradients = 2 * max([root, *blocks], default=0)  # as autograd makes them, and in the order of ranks
+    # As autograd makes them, and in the order of ranks.
+    gradients = 2 * max((group.gradient_nbytes(bf16=training.bf16) for group in groups), default=0)
     return root + held + gradients

@@ -34,6 +34,14 @@ from odcengine.models import (
     prepare_model,
     vocabulary_size,
 )
+from odcengine.models.adapter import (
+    adapt_stored,
+    add_lora,
+    freeze,
+    is_adapted,
+    make_masters,
+    needs_weights,
+)
 from odcengine.models.stored import StoredModel
 from odcengine.monitor import Monitor
 from odcengine.optim import build_optimizer, build_scheduler
@@ -127,8 +135,10 @@ def initialize(
                     logger.warning("config: %s", notice)
             stored = _open_stored(settings, model)
             model = _build_model(settings, model) if stored is None else stored.model
-            if settings.bf16.enabled and any(p.dtype == torch.bfloat16 for p in model.parameters()):
-                model.float()  # the optimizer works on fp32 masters; computation is cast by FSDP2
+            if stored is not None:
+                freeze(model, settings.model.freeze or ())
+            if settings.bf16.enabled:
+                make_masters(model)  # computation is cast by FSDP2
             blocks = block_modules(model, settings.odc.wrap)
             check_model(model, blocks, job.device.type, stored=stored is not None)
             frozen = None if reference is None else Reference.open(reference, settings, model)
@@ -202,9 +212,14 @@ def _open_stored(config: Config, model: nn.Module | None) -> StoredModel | None:
     section = config.model
     if model is not None or section.path is None:
         return None
-    return open_model(
+    if section.lora is not None and needs_weights(section.lora):
+        return None
+    stored = open_model(
         section.path, dtype=section.dtype, gradient_checkpointing=section.gradient_checkpointing
     )
+    if stored is None or section.lora is None:
+        return stored
+    return adapt_stored(stored, section.lora, base=section.path, random_seed=config.seed)
 
 
 def _try_out(engine: OdcEngine, loader: MinibatchLoader | None) -> None:
@@ -217,6 +232,21 @@ def _try_out(engine: OdcEngine, loader: MinibatchLoader | None) -> None:
 
 
 def _build_model(config: Config, model: nn.Module | None) -> nn.Module:
+    section = config.model
+    model = _load_model(config, model)
+    if section.lora is not None:
+        if is_adapted(model):
+            raise ConfigError(
+                "model.lora: the model that odcengine.initialize was given has an adapter of peft already; "
+                "remove the section, or give the model without it"
+            )
+        base = section.path or getattr(model, "name_or_path", None) or None
+        model = add_lora(model, section.lora, base=base, random_seed=config.seed)
+    freeze(model, section.freeze or ())
+    return model
+
+
+def _load_model(config: Config, model: nn.Module | None) -> nn.Module:
     section = config.model
     source = section.path if section.path is not None else section.config
     if model is None:
@@ -311,7 +341,7 @@ def _build_loader(
 def _costs(model: nn.Module, config: Config, job: Job) -> CostModel | OnlineCost:
     # transformers notes it on every layer.
     recompute = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-    shape = CostModel.for_model(model, recompute=recompute)
+    shape = CostModel.for_model(model, recompute=recompute, trained=_trained_share(model))
     if not config.balance.learn_costs:
         return shape
     return OnlineCost(shape, num_ranks=job.topology.world_size, hosts=job.topology.hosts)
@@ -324,7 +354,12 @@ def _flops_of(model: nn.Module) -> FlopsOf | None:
         model_flops(config, [1])
     except ValueError:
         return None
-    return functools.partial(model_flops, config)
+    return functools.partial(model_flops, config, trained=_trained_share(model))
+
+
+def _trained_share(model: nn.Module) -> float:
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
 
 
 def _shard(

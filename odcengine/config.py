@@ -90,6 +90,20 @@ def _signals(value: Any) -> Any:
     return tuple(dict.fromkeys(names))
 
 
+def _names(value: Any) -> Any:
+    """Checks a list of names in ``model.lora`` and ``model.freeze``."""
+    if value is None or (isinstance(value, tuple) and all(isinstance(n, str) and n for n in value) and value):
+        return value
+    if isinstance(value, str) and value:
+        raise ValueError(f"got one name; expected a list of names: [{value}]")
+    raise ValueError("expected a list of names such as [q_proj, v_proj]")
+
+
+def _target_modules(value: Any) -> Any:
+    """Checks ``model.lora.target_modules``."""
+    return value if value == "all-linear" else _names(value)
+
+
 def _duration(value: Any) -> Any:
     """Checks ``preemption.max_time``; seconds."""
     seconds: Any = value
@@ -396,6 +410,46 @@ class Odc(_Section):
     )
 
 
+Names = Annotated[tuple[str, ...] | None, BeforeValidator(_names)]
+
+
+class Lora(_Section):
+    """Low-rank adapters by peft, with everything else frozen; see docs/adapters.md."""
+
+    r: Int = Field(default=16, ge=1, description="Rank of the adapters.")
+    alpha: Float | None = Field(
+        default=None, gt=0, description="Adapters are scaled by alpha / r; null: 2 r."
+    )
+    dropout: Float = Field(default=0.0, ge=0, lt=1, description="Dropout in front of the adapters.")
+    target_modules: Annotated[
+        tuple[str, ...] | Literal["all-linear"] | None, BeforeValidator(_target_modules)
+    ] = Field(
+        default="all-linear",
+        description="Ends of the names of the modules that get adapters; all-linear: every linear layer but "
+        "the head; null: what peft has for the architecture.",
+    )
+    exclude_modules: Names = Field(
+        default=None, description="Ends of the names of modules that get none all the same."
+    )
+    modules_to_save: Names = Field(
+        default=None,
+        description="Ends of the names of modules that are trained whole, and saved with the adapter.",
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none", description="Which biases are trained: none, all, or those of the targets."
+    )
+    use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(r) (rank-stabilised LoRA).")
+    use_dora: bool = Field(
+        default=False, description="Train magnitudes of the weights' rows as well (DoRA); slower."
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of an adapter to go on from, as peft saves it. Its settings count then: no "
+        "other key of this section may be given.",
+    )
+
+
 class Model(_Section):
     """The model, where the script gives none to odcengine.initialize; see docs/models.md."""
 
@@ -411,6 +465,14 @@ class Model(_Section):
     )
     dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
         default=None, description="Type of the weights; null: as stored, float32 for random ones."
+    )
+    lora: Lora | None = Field(
+        default=None, description="Train low-rank adapters by peft instead of the weights; null: no."
+    )
+    freeze: Names = Field(
+        default=None,
+        description="Parameters that are not trained: patterns of their names, * for anything, such as "
+        "[model.embed_tokens.*, model.layers.0.*]; also for a model from the script.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
@@ -513,9 +575,10 @@ class Checkpoint(_Section):
         default=True,
         description="Write while training goes on, from a copy in the host's memory; false: training waits.",
     )
-    save_frozen: bool = Field(
-        default=True,
-        description="Save parameters that are not trained, too; false: resuming needs the same ones again.",
+    save_frozen: bool | None = Field(
+        default=None,
+        description="Save parameters that are not trained, too; false: resuming needs the same ones again, "
+        "which is checked; null: true, but false for adapters of peft.",
     )
     deadline_s: Float = Field(
         default=1800.0, gt=0, le=MAX_SECONDS, description="Longest time in seconds that a save may take."

@@ -26,6 +26,7 @@ _ROWS = (
     ("window", "parameters for pulls"),
     ("accumulator", "sums of gradients"),
     ("weights", "weights that the optimizer changes"),
+    ("frozen", "weights that stay as they are"),
     ("optimizer", "states of the optimizer"),
     ("exchange", "received from other nodes, at a step's end"),
     ("gathered", "gathered blocks and their gradients, at most"),
@@ -64,7 +65,7 @@ def describe_memory(
     shapes = read_shapes(config_path, environ)
     if isinstance(shapes, str):
         return {"unknown": f"decided in the ranks: {shapes}"}
-    groups = [GroupShapes(g["name"], tuple(map(tuple, g["shapes"])), g["itemsize"]) for g in shapes["groups"]]
+    groups = [GroupShapes.of(group) for group in shapes["groups"]]
     training = _training(config, world_size)
     full = plan_memory(groups, world_size, 1, training)
     levels = num_nodes if config.odc.node_size is None else world_size // config.odc.node_size
@@ -79,6 +80,7 @@ def describe_memory(
         heap = {"bytes": size, "needed": chosen.heap_needed, "reason": reason}
     return {
         "num_parameters": shapes["num_parameters"],
+        "num_trained": shapes["num_trained"],
         "ranks": world_size,
         "nodes": levels,
         "optimizer": training.optimizer,
@@ -123,9 +125,11 @@ def render_memory(data: Mapping[str, Any]) -> list[str]:
     if "unknown" in data:
         return [f"memory: {data['unknown']}"]
     columns = [name for name in ("full", "hybrid") if data[name] is not None]
+    trained = data["num_trained"]
+    of_them = "" if trained == data["num_parameters"] else f" ({trained:,} trained)"
     nodes = f" on {data['nodes']} nodes" if data["nodes"] > 1 else ""
     lines = [
-        f"memory of each of {data['ranks']} ranks{nodes}, {data['num_parameters']:,} parameters, "
+        f"memory of each of {data['ranks']} ranks{nodes}, {data['num_parameters']:,} parameters{of_them}, "
         f"{data['optimizer']} (sharding: {data['taken']}):",
         f"  {'':<46}{''.join(f'{name:>12}' for name in columns)}",
     ]

@@ -67,6 +67,7 @@ class CostModel:
         vocab_size: int,
         gated: bool = True,
         recompute: bool = False,
+        trained: float = 1.0,
     ) -> CostModel:
         """FLOP of forward and backward from the shape of a decoder-only transformer.
 
@@ -88,6 +89,8 @@ class CostModel:
             vocab_size: rows of the language-model head.
             gated: three matrices in the feed-forward block (SwiGLU) instead of two.
             recompute: activation checkpointing of every block.
+            trained: share of the weights that are trained; frozen ones save the product of their gradient,
+                2 FLOP per token.
 
         Returns:
             The cost model in FLOP.
@@ -97,12 +100,15 @@ class CostModel:
             2 * attention_width + 2 * num_kv_heads * head_dim + (3 if gated else 2) * intermediate_size
         )
         return cls(
-            linear=float((8 if recompute else 6) * num_layers * block + 6 * hidden_size * vocab_size),
+            linear=float(
+                (4 + 2 * trained + 2 * recompute) * num_layers * block
+                + (4 + 2 * trained) * hidden_size * vocab_size
+            ),
             quadratic=float((9 if recompute else 7) * num_layers * attention_width),
         )
 
     @classmethod
-    def from_config(cls, config: Any, *, recompute: bool = False) -> CostModel:
+    def from_config(cls, config: Any, *, recompute: bool = False, trained: float = 1.0) -> CostModel:
         """:meth:`from_shape` with the numbers of a transformers configuration (read by attribute).
 
         Args:
@@ -110,6 +116,7 @@ class CostModel:
                 ``vocab_size``; the rest has the usual defaults. Of a mixture of experts, the active
                 experts count.
             recompute: activation checkpointing of every block.
+            trained: share of the weights that are trained.
 
         Returns:
             The cost model in FLOP.
@@ -145,18 +152,20 @@ class CostModel:
             vocab_size=config.vocab_size,
             gated=getattr(config, "model_type", "") not in _UNGATED_MODEL_TYPES,
             recompute=recompute,
+            trained=trained,
         )
 
     @classmethod
-    def for_model(cls, model: Any, *, recompute: bool = False) -> CostModel:
+    def for_model(cls, model: Any, *, recompute: bool = False, trained: float = 1.0) -> CostModel:
         """:meth:`from_config` of ``model.config``; :meth:`default` where that does not tell the shape.
 
         Args:
             model: any model.
             recompute: activation checkpointing of every block.
+            trained: share of the weights that are trained.
         """
         try:
-            return cls.from_config(getattr(model, "config", None), recompute=recompute)
+            return cls.from_config(getattr(model, "config", None), recompute=recompute, trained=trained)
         except ValueError:
             return cls.default()
 

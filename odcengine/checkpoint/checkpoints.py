@@ -25,6 +25,7 @@ from odcengine.checkpoint.tensors import chunks_of
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.errors import CheckpointError, UsageError
+from odcengine.models.adapter import is_adapted
 from odcengine.start import Job
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,12 @@ class Checkpoints:
             raise CheckpointError(
                 f"how {type(self._trained.model).__name__} is stored cannot be told: {error}"
             ) from error
+
+    @property
+    def _saves_frozen(self) -> bool:
+        """The base of an adapter is where it came from; a checkpoint without it says by a sum which."""
+        wanted = self._options.save_frozen
+        return not is_adapted(self._trained.model) if wanted is None else wanted
 
     def _describe(self) -> dict[str, bytes]:
         """What a checkpoint holds for ``odc export``."""
@@ -120,7 +127,7 @@ class Checkpoints:
             step,
             client_state,
             automatic=True,
-            frozen=self._options.save_frozen,
+            frozen=self._saves_frozen,
             stage=self._options.background,
         )
         if failed is None and not self._options.background:
@@ -155,7 +162,7 @@ class Checkpoints:
                 step,
                 client_state,
                 automatic=False,
-                frozen=self._options.save_frozen if frozen is None else frozen,
+                frozen=self._saves_frozen if frozen is None else frozen,
                 stage=not wait,
             )
             if failed is None and wait:

@@ -48,8 +48,8 @@ class Export:
     def write(self, pieces: Iterable[tuple[str, int, torch.Tensor]]) -> None:
         """Write pieces of tensors: name in the model, first row, rows. Others' names are passed over."""
         for name, first_row, rows in pieces:
-            if name in self.layout.names:
-                self.plan.write(self.folder, self.layout.names[name], first_row, rows)
+            for stored in self.layout.stored_as(name):
+                self.plan.write(self.folder, stored, first_row, rows)
         self.plan.sync(self.folder)
 
     def finish(self) -> None:
@@ -104,7 +104,8 @@ def begin_export(
             kind if kind is not None and tensors[name][0].is_floating_point else tensors[name][0],
             tensors[name][1],
         )
-        for name, stored in layout.names.items()
+        for name in layout.names
+        for stored in layout.stored_as(name)
     }
     plan = plan_files(chosen, max_bytes, "adapter_model" if layout.kind == "adapter" else "model")
     folder = out.with_name(f".{out.name}.{token}.new")
@@ -148,6 +149,7 @@ def read_layout(source: Source) -> Layout:
     try:
         layout = Layout(**values)
         plain = all(type(a) is type(b) is str for a, b in layout.names.items())
+        plain = plain and all(type(a) is str for name in layout.copies for a in layout.stored_as(name))
         safe = all(Path(name).name == name and name.endswith(".json") for name in layout.files)
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"{source.folder / LAYOUT} is damaged: {error}") from error

@@ -47,6 +47,7 @@ class Layout:
         convert: whether transformers has to make the file's tensors of the model's (stacked experts, say).
         tokenizer: the directory whose tokenizer belongs to the model, or None.
         dtype: in which weights are written, unless said otherwise; None: as they are trained.
+        copies: further names in the file of tensors that are to be there more than once.
     """
 
     kind: str
@@ -55,6 +56,11 @@ class Layout:
     convert: bool = False
     tokenizer: str | None = None
     dtype: str | None = None
+    copies: dict[str, list[str]] = field(default_factory=dict)
+
+    def stored_as(self, name: str) -> list[str]:
+        """All names in the file of one of the model's tensors."""
+        return [self.names[name], *self.copies.get(name, ())] if name in self.names else []
 
     def to_json(self) -> bytes:
         """As a file's contents."""
@@ -135,23 +141,38 @@ def _adapter_layout(model: Any, tensors: Mapping[str, torch.Tensor], dtype: str 
     embeddings = [
         layer
         for layer in (model.get_input_embeddings(), model.get_output_embeddings())
-        if layer is not None and any(p.requires_grad for p in layer.parameters())
+        # One that peft has wrapped (a trained copy, an adapter) is among what it stores anyway.
+        if type(layer) in (nn.Embedding, nn.Linear) and any(p.requires_grad for p in layer.parameters())
     ]
+    # Under all its names: peft asks for a trained copy of tied embeddings by that of the head, too.
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {
+        name: tensors[first[id(parameter)]]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     stored = get_peft_model_state_dict(
         model,
-        state_dict=dict(tensors),
+        state_dict={**aliases, **tensors},
         adapter_name=adapter,
         save_embedding_layers=bool(embeddings),  # "auto" asks the Hub
     )
     by_id = {id(tensor): name for name, tensor in tensors.items()}
-    names = {by_id[id(tensor)]: name for name, tensor in stored.items() if id(tensor) in by_id}
+    names: dict[str, str] = {}
+    copies: dict[str, list[str]] = {}
+    for name, tensor in stored.items():
+        known = by_id.get(id(tensor))
+        if known is not None and known in names:
+            copies.setdefault(known, []).append(name)
+        elif known is not None:
+            names[known] = name
+    convert = not all(id(tensor) in by_id for tensor in stored.values())
     config = copy.deepcopy(model.peft_config[adapter])
     config.inference_mode = True
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         values = json.loads((Path(folder) / "adapter_config.json").read_text())
     return Layout(
-        "adapter", names, {"adapter_config.json": values}, convert=len(names) != len(stored), dtype=dtype
+        "adapter", names, {"adapter_config.json": values}, convert=convert, dtype=dtype, copies=copies
     )
 
 

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from odcengine.config import Config, load_config
 from odcengine.errors import ConfigError
+from odcengine.models.adapter import add_lora, freeze
 from odcengine.models.load import meta_model
 from odcengine.sharding.wrap import block_modules
 
@@ -26,8 +25,9 @@ def model_shapes(config: Config) -> dict[str, Any]:
         config: the configuration.
 
     Returns:
-        ``num_parameters`` and ``groups``, each with ``name`` ("" for the root), ``shapes`` and ``itemsize``;
-        a parameter that is used twice is listed once.
+        ``num_parameters``, ``num_trained`` and ``groups``, each with ``name`` ("" for the root), ``shapes``
+        and ``itemsize`` of what is trained, ``frozen`` and ``frozen_itemsize`` of the rest; a parameter that
+        is used twice is listed once.
 
     Raises:
         ConfigError: the configuration names no model, or there is none.
@@ -36,6 +36,9 @@ def model_shapes(config: Config) -> dict[str, Any]:
     if source is None:
         raise ConfigError("model: the configuration names none")
     model = meta_model(source, dtype=config.model.dtype)
+    if config.model.lora is not None:
+        model = add_lora(model, config.model.lora, base=None, only_shapes=True)
+    freeze(model, config.model.freeze or ())
     names = {id(module): name for name, module in model.named_modules()}
     blocks = block_modules(model, config.odc.wrap)
     groups = []
@@ -44,19 +47,24 @@ def model_shapes(config: Config) -> dict[str, Any]:
     for module in (*reversed(blocks), model):
         parameters = [p for p in module.parameters() if id(p) not in seen]
         seen.update(map(id, parameters))
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if not p.requires_grad]
         if parameters:
             groups.append(
                 {
                     "name": "" if module is model else names[id(module)],
-                    "shapes": [list(parameter.shape) for parameter in parameters],
-                    "itemsize": max(parameter.itemsize for parameter in parameters),
+                    "shapes": [list(parameter.shape) for parameter in trained],
+                    "itemsize": max((parameter.itemsize for parameter in trained), default=0),
+                    "frozen": [list(parameter.shape) for parameter in frozen],
+                    "frozen_itemsize": max((parameter.itemsize for parameter in frozen), default=0),
                 }
             )
-    return {"num_parameters": _count(model), "groups": groups}
-
-
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = list(model.parameters())
+    return {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "num_trained": sum(p.numel() for p in parameters if p.requires_grad),
+        "groups": groups,
+    }
 
 
 def main(arguments: Sequence[str]) -> int:

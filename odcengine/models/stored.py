@@ -84,14 +84,14 @@ class StoredWeights:
             The stored name for the first name of each parameter and persistent buffer; or why there is none.
         """
         found: dict[str, str] = {}
-        for names, tensor in _state_of(model):
+        for names, tensor in state_of(model):
             stored = next((name for name in names if name in self._places), None)
             if stored is None:
                 return f"{names[0]} is not in its files under this name"
             if self._places[stored].shape != tuple(tensor.shape):
                 return f"{stored} has shape {list(self._places[stored].shape)}, not {list(tensor.shape)}"
             found[names[0]] = stored
-        unused = sorted(set(self._places) - {name for names, _ in _state_of(model) for name in names})
+        unused = sorted(set(self._places) - {name for names, _ in state_of(model) for name in names})
         if unused:
             logger.warning(
                 "model: %s: %d tensors have no place, for example %s", self.folder, len(unused), unused[0]
@@ -113,7 +113,9 @@ class StoredWeights:
         model._apply(  # type: ignore[no-untyped-call]
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
         )
-        for aliases, tensor in _state_of(model):
+        for aliases, tensor in state_of(model):
+            if aliases[0] not in names:  # an adapter's, which is no part of the stored model
+                continue
             place = self._places[names[aliases[0]]]
             if isinstance(tensor, DTensor):
                 local, first = tensor.to_local(), _first_row(tensor)
@@ -123,7 +125,7 @@ class StoredWeights:
                 _read_rows(place, first, local)
 
 
-def _state_of(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
+def state_of(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Parameters and persistent buffers, each once, with all its names."""
     names: dict[int, list[str]] = defaultdict(list)
     tensors: dict[int, torch.Tensor] = {}

@@ -322,8 +322,7 @@ class OnDemandSharding(Sharding):
             write_shard(group, row, entries)
             self._versions.update((id(entry.param), entry.param._version) for entry in entries)
             if self._between_nodes is not None:
-                flight.make_room(window.spec.nbytes)
-                self._share(window, row, flight)
+                self._share(window, row, _spans(group, entries), flight)
         if flight.land():
             self.blocked.exchanges.append((start, self._mark()))
         self._compared.clear()
@@ -331,17 +330,26 @@ class OnDemandSharding(Sharding):
         self.epoch += 1
         self.transport.signal_published(self.epoch)
 
-    def _share(self, window: Window, row: torch.Tensor, flight: _Flight) -> None:
-        """Give this rank's row of a window to the other nodes, and get theirs."""
-        rows = window.local.reshape(-1) if self._in_order() else torch.empty_like(window.local).view(-1)
-        work = all_gather(rows, row.clone(), group=self._between_nodes, async_op=True)
-        self._count_exchange(row)
+    def _share(self, window: Window, row: torch.Tensor, spans: list[slice], flight: _Flight) -> None:
+        """Give parts of this rank's row of a window to the other nodes, and get theirs."""
+        sent = torch.cat([row[span] for span in spans])
+        nbytes = window.local.shape[0] * sent.numel()
+        flight.make_room(nbytes)
+        whole = sent.numel() == row.numel() and self._in_order()
+        rows = window.local.reshape(-1) if whole else sent.new_empty(nbytes)
+        work = all_gather(rows, sent, group=self._between_nodes, async_op=True)
+        self._count_exchange(sent)
 
-        def put_in_order() -> None:
-            if not self._in_order():
-                window.local[self._node_order] = rows.view(window.local.shape)
+        def put_in_place() -> None:
+            if whole:
+                return
+            received, start = rows.view(-1, sent.numel()), 0
+            for span in spans:
+                width = span.stop - span.start
+                window.local[self._node_order, span] = received[:, start : start + width]
+                start += width
 
-        flight.add(work, window.spec.nbytes, put_in_order)
+        flight.add(work, nbytes, put_in_place)
 
     def close(self) -> None:
         self.reshard()
@@ -351,6 +359,20 @@ class OnDemandSharding(Sharding):
         self._accumulators.clear()
         self._slots.clear()
         super().close()
+
+
+def _spans(group: ParamGroup, entries: Sequence[ParamEntry]) -> list[slice]:
+    """The bytes of some parameters in a group's shard, neighbours together; all of it for all of them."""
+    if len(entries) == len(group.entries):
+        return [slice(0, group.nbytes)]
+    spans: list[slice] = []
+    for entry in entries:
+        end = entry.byte_offset + entry.numel * entry.dtype.itemsize
+        if spans and spans[-1].stop == entry.byte_offset:
+            spans[-1] = slice(spans[-1].start, end)
+        else:
+            spans.append(slice(entry.byte_offset, end))
+    return spans
 
 
 class _Flight:

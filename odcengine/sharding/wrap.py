@@ -98,6 +98,7 @@ def check_model(
         raise ConfigError(
             f"model: no parameter of {type(model).__name__} requires a gradient; there is nothing to train"
         )
+    _check_quantised(model)
     for name, parameter in model.named_parameters():
         if parameter.device.type not in ("meta" if stored else "cpu", device_type):
             raise ConfigError(
@@ -116,6 +117,29 @@ def check_model(
     groups = _groups_of_modules(model, blocks)
     _check_ties(model, groups)
     _check_dtypes(model, groups)
+
+
+def _check_quantised(model: nn.Module) -> None:
+    """Packed weights are bytes with a state beside them: cut into shards, and cast, they mean nothing."""
+    packed = next(
+        (name for name, p in model.named_parameters() if type(p).__name__ in ("Params4bit", "Int8Params")),
+        None,
+    )
+    method = next((m for m in map(_quantisation, model.modules()) if m), None)
+    if packed is None and method is None:
+        return
+    what = f"parameter {packed} is packed by bitsandbytes" if packed else f"it is quantised ({method})"
+    raise ConfigError(
+        f"model: {what}; quantised weights cannot be sharded. Load the model in bfloat16 instead: "
+        "sharded over N ranks, its frozen weights take 4 / N bytes a parameter on each"
+    )
+
+
+def _quantisation(module: nn.Module) -> str | None:
+    """How transformers has quantised a model, or None."""
+    if not getattr(module, "is_quantized", False):
+        return None
+    return str(getattr(module, "quantization_method", None) or "unknown method")
 
 
 def _groups_of_modules(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, str]:
@@ -140,8 +164,9 @@ def _check_dtypes(model: nn.Module, owner: dict[int, str]) -> None:
             if dtype != parameter.dtype:
                 raise ConfigError(
                     f"model: {other} has dtype {dtype} and {name} {parameter.dtype} in one group ({group}); "
-                    "what is trained together needs one dtype (convert the model, or give one of the modules "
-                    "a group of its own with odc.wrap)"
+                    "what is trained together needs one dtype (`bf16: {enabled: true}` makes float32 of all "
+                    "that is trained; or convert the model, or give one of the modules a group of its own "
+                    "with odc.wrap)"
                 )
 
 

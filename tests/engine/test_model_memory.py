@@ -40,9 +40,7 @@ def config(**odc: Any) -> dict[str, Any]:
 
 def groups_of(settings: dict[str, Any]) -> list[memory.GroupShapes]:
     shapes = model_shapes(load_config(settings))
-    return [
-        memory.GroupShapes(g["name"], tuple(map(tuple, g["shapes"])), g["itemsize"]) for g in shapes["groups"]
-    ]
+    return [memory.GroupShapes.of(group) for group in shapes["groups"]]
 
 
 def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, int]:

@@ -17,7 +17,17 @@ from odcengine.errors import ConfigError
 GIB = 1 << 30
 SHAPES = {
     "num_parameters": 1_024_000_000,
-    "groups": [{"name": f"layers.{n}", "shapes": [[102_400, 1000]], "itemsize": 2} for n in range(10)],
+    "num_trained": 1_024_000_000,
+    "groups": [
+        {
+            "name": f"layers.{n}",
+            "shapes": [[102_400, 1000]],
+            "itemsize": 2,
+            "frozen": [],
+            "frozen_itemsize": 0,
+        }
+        for n in range(10)
+    ],
 }
 
 

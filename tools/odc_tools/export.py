@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from odcengine.errors import CheckpointError
+from odcengine.errors import CheckpointError, ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,14 +28,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="directory with the tokenizer's files (default: the one the model was loaded from)",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="an adapter and the model below it as one model, without peft; takes memory for all of it",
+    )
+    parser.add_argument(
+        "--base", help="with --merge: the model below the adapter (default: the one it was trained on)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Exports; returns the exit code."""
+    import tempfile
+
     from odcengine.checkpoint import directory
     from odcengine.checkpoint.export import export_checkpoint
     from odcengine.checkpoint.hf import tokenizer_files
     from odcengine.checkpoint.loader import choose
+    from odcengine.checkpoint.merge import merge_adapter
     from odcengine.models.safetensors_files import parse_size
 
     try:
@@ -45,14 +56,26 @@ def run(options: argparse.Namespace) -> int:
         if found.path is None:
             raise CheckpointError(f"{options.checkpoint} has no complete checkpoint")
         mark = directory.read_mark(found.path)
+        max_bytes = parse_size(options.max_shard_size)
+        if options.merge:
+            with tempfile.TemporaryDirectory() as folder:
+                adapter = Path(folder) / "adapter"
+                if export_checkpoint(found.path, adapter, dtype="float32").kind != "adapter":
+                    raise CheckpointError(f"{found.path} is of a whole model: export it without --merge")
+                base = merge_adapter(
+                    adapter,
+                    options.out,
+                    base=options.base,
+                    dtype=options.dtype,
+                    max_bytes=max_bytes,
+                    tokenizer=options.tokenizer,
+                )
+            print(f"{options.out}: {base} with the adapter of {found.path} after {mark.step} steps merged in")
+            return 0
         layout = export_checkpoint(
-            found.path,
-            options.out,
-            dtype=options.dtype,
-            max_bytes=parse_size(options.max_shard_size),
-            tokenizer=options.tokenizer,
+            found.path, options.out, dtype=options.dtype, max_bytes=max_bytes, tokenizer=options.tokenizer
         )
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         print(f"odc export: error: {error}", file=sys.stderr)
         return 1
     what = "adapter" if layout.kind == "adapter" else "model"
