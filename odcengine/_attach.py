@@ -3,38 +3,107 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from odcengine.config import Config
-from odcengine.errors import UsageError
+from odcengine.config import Config, load_config
+from odcengine.errors import ConfigError, UsageError
+
+_OPTIONS = (
+    "grad_reduce",
+    "node_size",
+    "sharding",
+    "startup_timeout_s",
+    "timeout_s",
+    "transport",
+    "unmapped",
+)
+"""Keys of the ``odc`` section that an attached FSDP2 model knows."""
 
 
-def attach(target: Any, config: Config | Mapping[str, Any] | None = None, **options: Any) -> Any:
-    """Give an engine that another library has made on-demand communication. Collective.
+def attach(
+    target: Any,
+    optimizer: Any = None,
+    config: Config | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Give what another library has sharded on-demand communication. Collective.
 
     Args:
-        target: the engine of ``deepspeed.initialize`` (ZeRO stage 3), before its first forward.
-        config: a configuration whose ``odc`` section counts, or such a section as a mapping.
+        target: a model after ``fully_shard`` (PyTorch's FSDP2), sharded over all ranks; or the engine of
+            ``deepspeed.initialize`` (ZeRO stage 3), before its first forward.
+        optimizer: of an FSDP2 model, its optimizer or a list of all: parameters are published when each of
+            them has stepped. None: the trainer calls ``publish()`` of the handle after its update.
+        config: a configuration whose ``odc`` section counts, or such a section as a mapping. It may take the
+            second place.
         options: keys of that section instead, such as ``transport`` or ``timeout_s``.
 
     Returns:
-        A handle with ``close()`` and ``boundary()``: :class:`odcengine.deepspeed.attach.AttachedDeepSpeed`.
-        The target is used as before.
+        A handle. Of an FSDP2 model :class:`odcengine.fsdp2.attach.AttachedModel`, whose ``collect()`` comes
+        before clipping and the optimizer's step; of an engine
+        :class:`odcengine.deepspeed.attach.AttachedDeepSpeed`. The target is used as before.
 
     Raises:
         ConfigError: what cannot work, with the reason; nothing has changed then.
         UsageError: the target is of no kind that can be attached, or is attached already.
         PeerError: another rank failed or did not come in time.
     """
+    if config is None and isinstance(optimizer, (Config, Mapping)):
+        optimizer, config = None, optimizer
     if _is_deepspeed(target):
+        if optimizer is not None:
+            raise UsageError("odcengine.attach: an engine of DeepSpeed has its optimizer; give none")
         from odcengine.deepspeed.attach import attach_deepspeed
 
         return attach_deepspeed(target, config, **options)
+    from odcengine.fsdp2.guard import is_fsdp1, is_sharded
+
+    if is_sharded(target):
+        from odcengine.fsdp2.attach import attach_fsdp2
+
+        settings = settings_of(config, options, _OPTIONS, "an attached FSDP2 model")
+        return attach_fsdp2(target, optimizer, settings)
+    if is_fsdp1(target):
+        raise UsageError(
+            "odcengine.attach: the model is wrapped by FullyShardedDataParallel (FSDP1), whose communication "
+            "cannot be exchanged; use fully_shard (FSDP2). Trainers call it `fsdp2` or `fsdp_version: 2`"
+        )
     raise UsageError(
-        f"odcengine.attach: got a {type(target).__name__}; expected the engine that deepspeed.initialize "
-        "returns first (for a model of your own, odcengine.initialize)"
+        f"odcengine.attach: got a {type(target).__name__}; expected a model after fully_shard, or the engine "
+        "that deepspeed.initialize returns first (for a model of your own, odcengine.initialize)"
     )
+
+
+def settings_of(
+    config: Config | Mapping[str, Any] | None, options: Mapping[str, Any], known: Collection[str], what: str
+) -> Config:
+    """The configuration with this ``odc`` section, all other sections at their defaults.
+
+    Args:
+        config: a whole configuration, which is returned as it is, or the section.
+        options: keys of the section that go before those of ``config``.
+        known: keys that have a meaning.
+        what: is attached, for messages.
+
+    Raises:
+        ConfigError: a key is not known, or its value is wrong.
+    """
+    if isinstance(config, Config):
+        if options:
+            raise ConfigError(
+                f"odcengine.attach: {', '.join(options)} beside a whole configuration; set it in there"
+            )
+        if config.odc.transport == "collective":
+            raise ConfigError("odc.transport: collective is what it does unattached; do not attach it then")
+        return config
+    section = {**(config or {}), **options}
+    unknown = sorted(set(section) - {*known, "enabled", "backend"})
+    if unknown:
+        raise ConfigError(*(f"odc.{key}: {what} does not know it; {', '.join(known)}" for key in unknown))
+    if section.get("transport") == "collective":
+        raise ConfigError("odc.transport: collective is what it does unattached; do not attach it then")
+    chosen = {key: value for key, value in section.items() if key in known}
+    return load_config({"train_batch_size": "auto", "odc": chosen})
 
 
 def boundary(engine: Any) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from odcengine.config import Config, load_config
+from odcengine._attach import settings_of
+from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.deepspeed.guard import check_engine, check_version
 from odcengine.deepspeed.stage3 import OnDemand, layout_of, move_into_windows, move_out_of_windows
@@ -115,7 +116,7 @@ def attach_deepspeed(
         UsageError: the engine is attached already.
         PeerError: another rank failed or did not come in time.
     """
-    settings = config if isinstance(config, Config) else _settings({**(config or {}), **options})
+    settings = settings_of(config, options, OPTIONS, "an attached DeepSpeed engine")
     check_engine(engine)
     warning = check_version(allow_untested=settings.odc.allow_untested)
     info = read_rank_info()
@@ -167,22 +168,6 @@ def _attach(engine: DeepSpeedEngine, settings: Config, job: Job) -> tuple[Attach
             settings.odc.grad_reduce,
         )
     return AttachedDeepSpeed(engine, transport, job, odc), odc
-
-
-def _settings(section: Mapping[str, Any]) -> Config:
-    """The configuration with this ``odc`` section, all other sections at their defaults."""
-    unknown = sorted(set(section) - {*OPTIONS, "enabled", "backend"})
-    if unknown:
-        raise ConfigError(
-            *(
-                f"odc.{key}: an attached DeepSpeed engine does not know it; {', '.join(OPTIONS)}"
-                for key in unknown
-            )
-        )
-    if section.get("transport") == "collective":
-        raise ConfigError("odc.transport: collective is stock DeepSpeed; do not attach the engine then")
-    options = {key: value for key, value in section.items() if key in OPTIONS}
-    return load_config({"train_batch_size": "auto", "odc": options})
 
 
 def _on_device_of(engine: DeepSpeedEngine, settings: Config) -> Config:

@@ -2,14 +2,14 @@
 
 FSDP2 hands its hooks flat buffers and does not say what is in them. The order of parameters is read from
 FSDP2's own list where that (private) list exists and otherwise derived with public means; both are only
-assumptions until :func:`prove_layout` has seen FSDP2 itself lay out known bytes in the same way. All use of
-private attributes of torch is in this file.
+assumptions until :func:`prove_layout` has seen FSDP2 itself lay out known bytes in the same way. Private
+attributes of torch are used in this file and, for models that others have sharded, in ``fsdp2/guard.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,12 +102,15 @@ class ParamGroup:
         return self.name or "the root"
 
 
-def find_groups(model: nn.Module, param_dtype: torch.dtype | None) -> list[ParamGroup]:
+def find_groups(
+    model: nn.Module, param_dtype: torch.dtype | Callable[[FSDPModule], torch.dtype | None] | None
+) -> list[ParamGroup]:
     """List the groups of a model that ``fully_shard`` has sharded on a 1-D mesh.
 
     Args:
         model: the sharded model.
-        param_dtype: ``MixedPrecisionPolicy.param_dtype`` with which it was sharded.
+        param_dtype: ``MixedPrecisionPolicy.param_dtype`` with which it was sharded; a function where modules
+            differ.
 
     Returns:
         The groups in the order of ``model.modules()``. Modules without parameters of their own have none.
@@ -126,9 +129,10 @@ def find_groups(model: nn.Module, param_dtype: torch.dtype | None) -> list[Param
         if not params:
             continue
         entries, offset = [], 0
+        computed_in = param_dtype(module) if callable(param_dtype) else param_dtype
         for param in params:
             name = names.get(id(param), "?")
-            dtype = param_dtype or param.dtype
+            dtype = computed_in or param.dtype
             numel = _padded_numel(_as_dtensor(param, name), name)
             entries.append(ParamEntry(name, param, dtype, numel, offset))
             offset += numel * dtype.itemsize

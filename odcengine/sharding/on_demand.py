@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from odcengine._collectives import all_gather
 from odcengine._in_flight import has_room
@@ -38,11 +39,6 @@ from odcengine.sharding.layout import (
     write_shard,
 )
 from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec
-
-_CHANGED = (
-    "{} was changed after it was published (a load, or a write outside engine.step()); other ranks would use "
-    "its old value. Call engine.publish() on every rank after changing parameters, between minibatches"
-)
 
 
 def plan_windows(groups: Sequence[ParamGroup], num_nodes: int, num_slots: int = 1) -> WindowPlan:
@@ -84,6 +80,9 @@ def slots_of(grid: Grid, *, deterministic: bool) -> int:
 class OnDemandSharding(Sharding):
     """Hooks, windows, publish and collect of one model.
 
+    Attributes:
+        how_to_change: for messages: what makes changes of parameters known.
+
     Args:
         model: model that ``fully_shard`` has sharded over all ranks, two or more.
         groups: from ``find_groups``.
@@ -96,6 +95,11 @@ class OnDemandSharding(Sharding):
         deterministic: every rank of the node adds into a slot of its own, and the slots are summed in the
             order of ranks: equal bits in every run, for G times the accumulators.
     """
+
+    how_to_change = (
+        "a load, or a write outside engine.step()",
+        "Call engine.publish() on every rank after changing parameters, between minibatches",
+    )
 
     def __init__(
         self,
@@ -139,6 +143,7 @@ class OnDemandSharding(Sharding):
         self._exposed: dict[int, DTensor] = {}  # gradients that are views of an accumulator, by parameter
         self._sums: list[torch.Tensor] = []
         self._used = torch.zeros(len(self.trainable), dtype=torch.float64)
+        self._parameter_hooks: list[RemovableHandle] = []
         first = 0
         for group in self.groups:
             group.module.set_custom_all_gather(_PullHook(self, group))
@@ -146,7 +151,8 @@ class OnDemandSharding(Sharding):
             group.module.set_custom_reduce_scatter(push)
             for position, entry in enumerate(group.trainable):
                 hook = _AccumulateHook(push, position)
-                entry.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                handle = entry.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._parameter_hooks.append(handle)
             first += len(group.trainable)
 
     # -- inside a minibatch ----------------------------------------------------------------------------
@@ -161,7 +167,7 @@ class OnDemandSharding(Sharding):
         for group in self.groups:
             for entry in group.entries:
                 if self._versions.get(id(entry.param)) != entry.param._version:
-                    raise UsageError(_CHANGED.format(f"parameter {entry.name}"))
+                    self._raise_changed(f"parameter {entry.name}")
 
     def pull(self, group: ParamGroup, out: torch.Tensor) -> None:
         """Fill ``out`` (``[W, nbytes]`` uint8, own row in place) with the group's parameters."""
@@ -191,10 +197,14 @@ class OnDemandSharding(Sharding):
                 own, published = own.view(torch.int64), published.view(torch.int64)
             self._differs[group.index] = (own != published).any()
         elif not torch.equal(own, published):
-            self._raise_changed(group)
+            self._raise_changed(f"a parameter of {group.label}")
 
-    def _raise_changed(self, group: ParamGroup) -> NoReturn:
-        raise UsageError(_CHANGED.format(f"a parameter of {group.label}"))
+    def _raise_changed(self, what: str) -> NoReturn:
+        causes, remedy = self.how_to_change
+        raise UsageError(
+            f"{what} was changed after it was published ({causes}); other ranks would use its old value. "
+            f"{remedy}"
+        )
 
     def faults(self) -> torch.Tensor:
         return self._differs.double()
@@ -202,7 +212,7 @@ class OnDemandSharding(Sharding):
     def raise_faults(self, faults: Sequence[float]) -> None:
         for group, differs in zip(self.groups, faults, strict=False):
             if differs:
-                self._raise_changed(group)
+                self._raise_changed(f"a parameter of {group.label}")
 
     def push(self, group: ParamGroup, rows: torch.Tensor, offset: int) -> None:
         """Add ``rows`` (``[W, k]``) into the owners' accumulators, from element ``offset`` of each shard."""
@@ -227,15 +237,19 @@ class OnDemandSharding(Sharding):
 
     # -- at the boundary -------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def collect(self) -> torch.Tensor:
+        self.add_up()
+        return squared_norm(self._sums, self.device)
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """:meth:`collect` without the norm."""
         self.reshard()
         self.blocked.crossed_bytes = self.transport.crossed_bytes - self._crossed_before
         for slots in self._slots:
             for slot in range(1, slots.shape[1]):  # in the order of ranks
                 slots[:, 0] += slots[:, slot]
         self._sums = self._between_nodes_sums() if self._between_nodes else self._own_rows()
-        return squared_norm(self._sums, self.device)
 
     def _own_rows(self) -> list[torch.Tensor]:
         return [slots[0, 0] for slots in self._slots]
@@ -275,8 +289,11 @@ class OnDemandSharding(Sharding):
 
     @torch.no_grad()
     def expose(self, used: torch.Tensor, scale: float | torch.Tensor) -> None:
-        flags = iter(used.tolist())
         scale_all(self._sums, scale)
+        self._set_gradients(used)
+
+    def _set_gradients(self, used: torch.Tensor) -> None:
+        flags = iter(used.tolist())
         for group, flat in zip(self.groups, self._sums, strict=True):
             for entry in group.trainable:
                 entry.param.grad = self._gradient(entry, flat) if next(flags) else None
