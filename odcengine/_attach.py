@@ -10,6 +10,7 @@ from odcengine.config import Config, load_config
 from odcengine.errors import ConfigError, UsageError
 
 _OPTIONS = (
+    "deterministic",
     "grad_reduce",
     "node_size",
     "sharding",

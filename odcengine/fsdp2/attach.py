@@ -32,7 +32,7 @@ from odcengine.fsdp2.guard import Before, check, has_unsynced, param_dtype_of, r
 from odcengine.fsdp2.sharding import AttachedSharding
 from odcengine.sharding.base import Changed
 from odcengine.sharding.layout import find_groups
-from odcengine.sharding.on_demand import plan_windows
+from odcengine.sharding.on_demand import plan_windows, slots_of
 from odcengine.start import Job, join, make_transport
 from odcengine.topology import read_rank_info
 from odcengine.transport.base import Grid, Transport
@@ -84,7 +84,9 @@ class AttachedModel:
         self._control = job.control
         groups = find_groups(model, param_dtype_of)
         self._before = [Before.of(group.module) for group in groups]
-        self.transport = make_transport(job, settings, plan_windows(groups, Grid.of(job.topology).num_nodes))
+        grid, deterministic = Grid.of(job.topology), settings.odc.deterministic
+        num_slots = slots_of(grid, deterministic=deterministic)
+        self.transport = make_transport(job, settings, plan_windows(groups, grid.num_nodes, num_slots))
         mean = 1.0 / job.topology.world_size
         try:
             self._sharding = AttachedSharding(
@@ -94,6 +96,7 @@ class AttachedModel:
                 job.control,
                 between_nodes=job.between_nodes,
                 mark=job.device.mark,
+                deterministic=deterministic,
                 scales=[
                     1.0
                     if settings.odc.grad_reduce == "sum"
@@ -282,9 +285,10 @@ class AttachedModel:
         if self._state is _State.WORK:
             self._sharding.accept_unchanged()
             return
-        self._stepped.add(id(optimizer))
-        if self._optimizers and self._stepped >= {id(known) for known in self._optimizers}:
-            self._end_minibatch()
+        if self._optimizers:  # this is one of them; else the trainer calls publish()
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(self._optimizers):
+                self._end_minibatch()
 
     def _holds(self, optimizer: Optimizer) -> bool:
         if self._state is _State.CLOSED:

@@ -117,7 +117,7 @@ def _problems_of(group: Any, world_size: int) -> Iterator[str]:
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         yield "CPUOffloadPolicy keeps shards on the host, where no window of a GPU can hold them; remove it"
     smaller = group.post_forward_mesh_info
-    if smaller is not None and smaller.mesh.size() != mesh.size():
+    if smaller is not None and smaller.shard_mesh_size != group.mesh_info.shard_mesh_size:
         yield (
             "reshard_after_forward is a number: those shards are in no window, and only a collective could "
             "gather them; use True or False"
