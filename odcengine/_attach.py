@@ -62,7 +62,7 @@ def attach(
     if is_sharded(target):
         from odcengine.fsdp2.attach import attach_fsdp2
 
-        settings = settings_of(config, options, _OPTIONS, "an attached FSDP2 model")
+        settings = settings_of(config, options, _OPTIONS, "FSDP2", "model")
         return attach_fsdp2(target, optimizer, settings)
     if is_fsdp1(target):
         raise UsageError(
@@ -70,13 +70,17 @@ def attach(
             "cannot be exchanged; use fully_shard (FSDP2). Trainers call it `fsdp2` or `fsdp_version: 2`"
         )
     raise UsageError(
-        f"odcengine.attach: got a {type(target).__name__}; expected a model after fully_shard, or the engine "
-        "that deepspeed.initialize returns first (for a model of your own, odcengine.initialize)"
+        f"odcengine.attach: got a {type(target).__name__}; expected the engine that deepspeed.initialize "
+        "returns first, or a model after fully_shard (for a model of your own, odcengine.initialize)"
     )
 
 
 def settings_of(
-    config: Config | Mapping[str, Any] | None, options: Mapping[str, Any], known: Collection[str], what: str
+    config: Config | Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    known: Collection[str],
+    stock: str,
+    kind: str,
 ) -> Config:
     """The configuration with this ``odc`` section, all other sections at their defaults.
 
@@ -84,7 +88,8 @@ def settings_of(
         config: a whole configuration, which is returned as it is, or the section.
         options: keys of the section that go before those of ``config``.
         known: keys that have a meaning.
-        what: is attached, for messages.
+        stock: the library whose object is attached.
+        kind: what that is.
 
     Raises:
         ConfigError: a key is not known, or its value is wrong.
@@ -95,14 +100,19 @@ def settings_of(
                 f"odcengine.attach: {', '.join(options)} beside a whole configuration; set it in there"
             )
         if config.odc.transport == "collective":
-            raise ConfigError("odc.transport: collective is what it does unattached; do not attach it then")
+            raise ConfigError(f"odc.transport: collective is stock {stock}; do not attach it then")
         return config
     section = {**(config or {}), **options}
     unknown = sorted(set(section) - {*known, "enabled", "backend"})
     if unknown:
-        raise ConfigError(*(f"odc.{key}: {what} does not know it; {', '.join(known)}" for key in unknown))
+        raise ConfigError(
+            *(
+                f"odc.{key}: an attached {stock} {kind} does not know it; {', '.join(known)}"
+                for key in unknown
+            )
+        )
     if section.get("transport") == "collective":
-        raise ConfigError("odc.transport: collective is what it does unattached; do not attach it then")
+        raise ConfigError(f"odc.transport: collective is stock {stock}; do not attach it then")
     chosen = {key: value for key, value in section.items() if key in known}
     return load_config({"train_batch_size": "auto", "odc": chosen})
 

@@ -116,7 +116,7 @@ def attach_deepspeed(
         UsageError: the engine is attached already.
         PeerError: another rank failed or did not come in time.
     """
-    settings = settings_of(config, options, OPTIONS, "an attached DeepSpeed engine")
+    settings = settings_of(config, options, OPTIONS, "DeepSpeed", "engine")
     check_engine(engine)
     warning = check_version(allow_untested=settings.odc.allow_untested)
     info = read_rank_info()

@@ -1,4 +1,4 @@
-"""``odcengine.attach`` to a model after ``fully_shard``: the trainer's gradients, mistakes, and letting go."""
+"""``odcengine.attach`` after ``fully_shard``: the trainer's gradients, mistakes, and letting go."""
 
 from __future__ import annotations
 
@@ -284,8 +284,8 @@ def test_other_ways_to_end_a_minibatch(pair: list[dict[str, Any]]) -> None:
         ("optimizer", "2 parameters of the SGD are none of the model's"),
         ("no optimizer", "optimizer is a str"),
         ("option", "odc.lockstep: an attached FSDP2 model does not know it"),
-        ("collective", "collective is what it does unattached"),
-        ("plain", "got a Linear; expected a model after fully_shard"),
+        ("collective", "collective is stock FSDP2"),
+        ("plain", "got a Linear; expected the engine"),
         ("pending", "has a gradient of a backward that no step has used"),
         ("second", "attached already"),
     ],
