@@ -135,10 +135,12 @@ def main() -> None:
     for step in range(options.steps):
         start = time.perf_counter()
         found = trainer.update(make_rollouts(step, dist.get_rank(), options.rollouts))
-        waited = "" if trainer.odc is None else f", waited {trainer.odc.waited_s:.2f} s"
+        seconds = f"{time.perf_counter() - start:.2f} s"
+        if trainer.odc is not None:
+            seconds += f", waited {trainer.odc.waited_s:.2f} s"
         print(
-            f"step {step} rank {dist.get_rank()}: {found['micro-batches']} micro-batches, its part of the loss "
-            f"{found['loss']:.5f}, gradient norm {found['norm']:.5f}, {time.perf_counter() - start:.2f} s{waited}",
+            f"step {step} rank {dist.get_rank()}: {found['micro-batches']} micro-batches, its part of the "
+            f"loss {found['loss']:.5f}, gradient norm {found['norm']:.5f}, {seconds}",
             flush=True,
         )
     if trainer.odc is not None:
