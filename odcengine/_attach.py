@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from odcengine._config_check import did_you_mean
 from odcengine.config import Config, load_config
 from odcengine.errors import ConfigError, UsageError
 
@@ -107,7 +108,8 @@ def settings_of(
     if unknown:
         raise ConfigError(
             *(
-                f"odc.{key}: an attached {stock} {kind} does not know it; {', '.join(known)}"
+                f"odc.{key}: an attached {stock} {kind} does not know it; {did_you_mean(key, known)}it knows "
+                f"{', '.join(known)}"
                 for key in unknown
             )
         )

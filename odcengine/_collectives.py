@@ -24,8 +24,38 @@ all_gather = _newest("all_gather_single", "all_gather_into_tensor")
 reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
 
 
+Wait = Callable[[dist.Work], object]
+
+
+def exchange_texts(text: str, group: dist.ProcessGroup, wait: Wait = dist.Work.wait) -> list[str]:
+    """One text from every rank, in the order of ranks. Collective.
+
+    Args:
+        text: this rank's.
+        group: of the ranks, for tensors of the host.
+        wait: waits for each of two collectives; by default as long as the group allows.
+    """
+    return [data.decode() for data in exchange_bytes(text.encode(), group, wait)]
+
+
+def exchange_bytes(data: bytes, group: dist.ProcessGroup, wait: Wait = dist.Work.wait) -> list[bytes]:
+    """:func:`exchange_texts`, of bytes."""
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return [data]
+    own = torch.frombuffer(bytearray(data + b" "), dtype=torch.uint8)  # at least one byte
+    sizes = torch.zeros(world_size, dtype=torch.int64)
+    wait(all_gather(sizes, torch.tensor([own.numel()]), group=group, async_op=True))
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: own.numel()] = own
+    rows = torch.empty(world_size * padded.numel(), dtype=torch.uint8)
+    wait(all_gather(rows, padded, group=group, async_op=True))
+    table = rows.view(world_size, -1)
+    return [table[rank, : size - 1].numpy().tobytes() for rank, size in enumerate(sizes.tolist())]
+
+
 def gather_texts(text: str, control: ControlBlock, group: dist.ProcessGroup, what: str) -> list[str]:
-    """One text from every rank, in the order of ranks. Collective over all ranks of the job.
+    """:func:`exchange_texts` of all ranks of the job, watched.
 
     Args:
         text: this rank's.
@@ -41,16 +71,4 @@ def gather_texts(text: str, control: ControlBlock, group: dist.ProcessGroup, wha
 
 def gather_bytes(data: bytes, control: ControlBlock, group: dist.ProcessGroup, what: str) -> list[bytes]:
     """:func:`gather_texts`, of bytes."""
-    world_size = control.topology.world_size
-    if world_size == 1:
-        return [data]
-    own = torch.frombuffer(bytearray(data + b" "), dtype=torch.uint8)  # at least one byte
-    sizes = torch.zeros(world_size, dtype=torch.int64)
-    mine = torch.tensor([own.numel()])
-    control.wait_work(all_gather(sizes, mine, group=group, async_op=True), what)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    padded[: own.numel()] = own
-    rows = torch.empty(world_size * padded.numel(), dtype=torch.uint8)
-    control.wait_work(all_gather(rows, padded, group=group, async_op=True), what)
-    table = rows.view(world_size, -1)
-    return [table[rank, : size - 1].numpy().tobytes() for rank, size in enumerate(sizes.tolist())]
+    return exchange_bytes(data, group, lambda work: control.wait_work(work, what))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -202,7 +202,7 @@ class _Checker:
         elif kind.lower() in deepspeed.REFUSED_TYPES:
             self.problem(path, f"{show(kind)} is not in this version; {expected}")
         else:
-            self.problem(path, f"{show(kind)} is unknown; {_did_you_mean(kind, PARAMS[name])}{expected}")
+            self.problem(path, f"{show(kind)} is unknown; {did_you_mean(kind, PARAMS[name])}{expected}")
         self.drop((name,))
 
     def _typed_params(self, name: str, kind: str, params: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ class _Checker:
         else:
             hint = ""
             if isinstance(value, str):
-                hint = _did_you_mean(value, choices) or _text_hint(value, expected)
+                hint = did_you_mean(value, choices) or _text_hint(value, expected)
             if kind == "less_than_equal" and "<=" not in expected:
                 expected += f", at most {detail['ctx']['le']}"
             message = f"got {show(value)}; {hint}expected {expected}"
@@ -585,7 +585,8 @@ def _nearest(word: str, names: list[str]) -> str | None:
     return lower[found[0]] if found else None
 
 
-def _did_you_mean(word: str, names: Any) -> str:
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """``did you mean X? ``, with the nearest of the names; empty where none is near."""
     near = _nearest(word, list(names))
     return f"did you mean {near}? " if near else ""
 

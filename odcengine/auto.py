@@ -18,10 +18,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-
 from odcengine._attach import attach
+from odcengine._config_check import did_you_mean
 from odcengine.errors import ConfigError
+
+try:
+    import deepspeed
+except ModuleNotFoundError as missing:
+    raise ConfigError(
+        f"odcengine.auto needs DeepSpeed ({missing}); install it with "
+        "DS_BUILD_OPS=0 pip install 'odcengine[deepspeed]', or remove `import odcengine.auto`"
+    ) from missing
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +45,7 @@ def enable() -> None:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         options = _odc_section(args, kwargs)
         made = original(*args, **kwargs)
-        if options is not None:
+        if options is not None and _trains(made[0]):
             attach(made[0], options)
         return made
 
@@ -54,6 +61,18 @@ def disable() -> None:
         deepspeed.initialize = original
 
 
+def _trains(engine: Any) -> bool:
+    """Whether it has an optimizer; a reference or reward model beside the trained one often has the same
+    configuration and none."""
+    if engine.optimizer is not None and type(engine.optimizer).__name__ != "DeepSpeedZeRoOffload":
+        return True
+    logger.warning(
+        "deepspeed.initialize: an engine without an optimizer stays DeepSpeed's own: its forwards are "
+        "collectives, of which every rank needs equally many"
+    )
+    return False
+
+
 def _odc_section(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """The ``odc`` section of what ``deepspeed.initialize`` is called with; None where it is not enabled."""
     names: tuple[str, ...] = ("args", "model", "optimizer", "model_parameters", "training_data")
@@ -61,8 +80,10 @@ def _odc_section(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, 
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     source = given.get("config") or given.get("config_params")
     source = source or getattr(given.get("args"), "deepspeed_config", None)
-    section = _read(source).get("odc")
+    found = _read(source)
+    section = found.get("odc")
     if section is None:
+        _refuse_misspelt(found)
         return None
     if not isinstance(section, Mapping) or not isinstance(section.get("enabled"), bool):
         raise ConfigError(
@@ -71,6 +92,16 @@ def _odc_section(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, 
         )
     options = {key: value for key, value in section.items() if key != "enabled"}
     return options if section["enabled"] else None
+
+
+def _refuse_misspelt(config: Mapping[str, Any]) -> None:
+    """DeepSpeed ignores keys that it does not know: a run would go on without what was asked for."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and "enabled" in value and did_you_mean(str(key), ("odc", "odcengine")):
+            raise ConfigError(
+                f"DeepSpeed's configuration: {key}: neither DeepSpeed nor odcengine knows this section; "
+                'did you mean "odc"? Else remove it'
+            )
 
 
 def _read(source: Any) -> Mapping[str, Any]:

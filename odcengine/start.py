@@ -18,13 +18,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from odcengine._collectives import all_gather
+from odcengine._collectives import exchange_texts
 from odcengine.config import DEVICE_OF_TRANSPORT, Config
 from odcengine.control import ControlBlock
 from odcengine.device import Device, check_devices, choose_device, identity_of, unmapped_pair
@@ -123,7 +122,8 @@ def _join(info: RankInfo, config: Config) -> Job:
     options = config.odc
     startup = datetime.timedelta(seconds=options.startup_timeout_s)
     device = choose_device(info, _wanted_device(config))
-    if not dist.is_initialized():
+    made_here = not dist.is_initialized()
+    if made_here:
         _init_process_group(info, device, startup)
     elif (dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size):
         raise ConfigError(
@@ -132,14 +132,16 @@ def _join(info: RankInfo, config: Config) -> Job:
         )
 
     start_group = _start_group(startup)
-    exchange = _exchanger(start_group)
+    exchange = functools.partial(exchange_texts, group=start_group)
     _compare(exchange, "configuration", _digest(config.to_yaml()))
     _compare(exchange, "launch plan (odc-launch --plan)", info.plan_hash or "none")
     if info.rank == 0:
         for warning in info.warnings:
             logger.warning("%s", warning)
     found = build_topology(info, exchange, node_size=options.node_size)
-    check_devices(exchange(identity_of(device)), [found.describe(rank) for rank in range(info.world_size)])
+    if not made_here:  # else the store has told, before NCCL started
+        ranks = [found.describe(rank) for rank in range(info.world_size)]
+        check_devices(exchange(identity_of(device)), ranks)
     topology = _choose_nodes(found, config, device)
     # A window over several nodes: still each node has a control block of its own.
     watched = found if options.transport in _ANY_HOSTS else topology
@@ -257,24 +259,6 @@ def _destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _exchanger(group: dist.ProcessGroup) -> Callable[[str], list[str]]:
-    """A function that gathers one text from every rank, in rank order, as tensors of bytes."""
-
-    def exchange(text: str) -> list[str]:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        world_size = dist.get_world_size()
-        sizes = torch.zeros(world_size, dtype=torch.int64)
-        all_gather(sizes, torch.tensor([data.numel()]), group=group)
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        rows = torch.empty(world_size * padded.numel(), dtype=torch.uint8)
-        all_gather(rows, padded, group=group)
-        texts = rows.view(world_size, -1)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(texts, sizes.tolist(), strict=True)]
-
-    return exchange
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -353,8 +337,9 @@ def equalize_weights(model: nn.Module, job: Job, *, stored: str | None = None) -
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shape = json.dumps([[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()])
     what = "model (names, shapes, dtypes, requires_grad of its tensors)"
-    _compare(_exchanger(job.start_group), what, _digest(shape))
-    _compare(_exchanger(job.start_group), "model's files (names, sizes, places of tensors)", stored or "none")
+    exchange = functools.partial(exchange_texts, group=job.start_group)
+    _compare(exchange, what, _digest(shape))
+    _compare(exchange, "model's files (names, sizes, places of tensors)", stored or "none")
     for tensor in tensors.values():
         if tensor.numel() and not tensor.is_meta:
             # Over the devices: one tensor at a time travels through the GPU, which gloo could not match.
@@ -395,7 +380,7 @@ def _gpu_transport(job: Job, config: Config) -> str:
         return config.odc.transport
     pair = unmapped_pair(job.device.torch_device.index, len(job.topology.peers))
     has_nvshmem = importlib.util.find_spec("nvshmem") is not None
-    told = _exchanger(job.start_group)(json.dumps([pair, has_nvshmem]))
+    told = exchange_texts(json.dumps([pair, has_nvshmem]), job.start_group)
     answers = [json.loads(text) for text in told]
     pairs = [f"{job.topology.describe(rank)}: {pair}" for rank, (pair, _) in enumerate(answers) if pair]
     if not pairs:

@@ -113,7 +113,7 @@ def attach_deepspeed(
 
     Raises:
         ConfigError: what cannot work, each with its reason; nothing has changed then.
-        UsageError: the engine is attached already.
+        UsageError: the engine is attached already, or has gradients that wait for a step.
         PeerError: another rank failed or did not come in time.
     """
     settings = settings_of(config, options, OPTIONS, "DeepSpeed", "engine")

@@ -155,13 +155,21 @@ def check_engine(engine: DeepSpeedEngine) -> None:
 
     Raises:
         ConfigError: every feature, each with the reason.
-        UsageError: it is attached already.
+        UsageError: it is attached already, or in the middle of a minibatch.
     """
     optimizer = engine.optimizer
     if getattr(type(optimizer), "odc_attached", False):
-        raise UsageError("odcengine.attach: this engine is attached already")
+        raise UsageError(
+            "odcengine.attach: this engine is attached already, by odcengine.attach or by odcengine.auto; "
+            "its handle is engine.odc_attached"
+        )
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
         raise ConfigError(_wrong_type(engine))
+    if any(gradients is not None for gradients in optimizer.averaged_gradients.values()):
+        raise UsageError(
+            "odcengine.attach: the engine has gradients of backwards without a step, which would be lost; "
+            "attach it before its first backward, or after engine.step() has updated the weights"
+        )
     problems = list(_problems(engine, optimizer))
     if problems:
         raise ConfigError(*problems)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from odcengine._collectives import exchange_texts
 from odcengine.errors import ConfigError, OdcError
-from odcengine.transport._nvshmem_vmm import choose_vmm, gather_texts
+from odcengine.transport._nvshmem_vmm import choose_vmm
 from odcengine.transport.heap import SIZE_VARIABLE, plan_heap
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def compare_with_wheel(host_version: str, cuda: str | None) -> str | None:
 
 
 def _compare_versions(version: str, rank: int, world_size: int, group: dist.ProcessGroup) -> None:
-    versions = gather_texts(version, world_size, group)
+    versions = exchange_texts(version, group)
     odd = [other for other, text in enumerate(versions) if text != versions[0]]
     if odd:
         raise ConfigError(

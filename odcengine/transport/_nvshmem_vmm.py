@@ -22,6 +22,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from odcengine._collectives import exchange_texts
 from odcengine.transport.heap import SIZE_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ TIMEOUT_S = 120.0
 _MODULE = "odcengine.transport._nvshmem_probe"
 _POLL_S = 0.2
 _ID_NBYTES = 4096  # more than a unique id has
-_TEXT_NBYTES = 256
+_MAX_LINE = 256
 _SMALL_HEAP = str(64 << 20)
 _RUNNING, _WORKS, _FAILED = 0, 1, 2
 
@@ -162,7 +163,7 @@ def _try(
             last_line = trial.end()
     if state == _WORKS:
         return None
-    failures = gather_texts(last_line if own == _FAILED else "", world_size, group)
+    failures = exchange_texts(last_line[:_MAX_LINE] if own == _FAILED else "", group)
     found = [f"rank {other}: {text}" for other, text in enumerate(failures) if text]
     return found[0] if found else f"no answer within {timeout_s:g} s"
 
@@ -210,11 +211,3 @@ def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     value = torch.tensor([float(flag)])
     dist.all_reduce(value, group=group)
     return bool(value)
-
-
-def gather_texts(text: str, world_size: int, group: dist.ProcessGroup) -> list[str]:
-    """One short text of every rank, in rank order; long ones are cut. Collective."""
-    row = torch.tensor(list(text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)), dtype=torch.uint8)
-    rows = [torch.zeros(_TEXT_NBYTES, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(rows, row, group=group)
-    return [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]

@@ -55,7 +55,7 @@ def test_choice(
     expected: str,
 ) -> None:
     told = json.dumps([pair, there])  # of rank 1: all ranks must choose alike
-    monkeypatch.setattr(start, "_exchanger", lambda group: lambda text: [text, told])
+    monkeypatch.setattr(start, "exchange_texts", lambda text, group: [text, told])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert choose() == expected
     assert choose("cuda_p2p") == "cuda_p2p"
@@ -65,7 +65,7 @@ def test_refused_without_nvshmem_on_a_rank(
     monkeypatch: pytest.MonkeyPatch, machine: dict[tuple[int, int], bool]
 ) -> None:
     machine[0, 1] = True
-    monkeypatch.setattr(start, "_exchanger", lambda group: lambda text: [text, json.dumps([None, False])])
+    monkeypatch.setattr(start, "exchange_texts", lambda text, group: [text, json.dumps([None, False])])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"GPU 0 .* GPU 1 .*not installed for ranks \[1\]: pip install"):
         choose()

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks, values
 
+from odcengine._collectives import exchange_texts
 from odcengine.transport._nvshmem_start import compare_with_wheel
-from odcengine.transport._nvshmem_vmm import VMM_VARIABLE, choose_vmm, gather_texts
+from odcengine.transport._nvshmem_vmm import VMM_VARIABLE, choose_vmm
 
 PROBE = """\
 import os, sys, time
@@ -93,13 +94,14 @@ def test_not_set_where_it_does_not_help(tmp_path: Path, mode: str, told: str) ->
 
 def _texts(rank: int, world_size: int) -> list[str]:
     dist.init_process_group("gloo")
-    return gather_texts(f"r{rank} \u00e9" + "x" * 400 * rank, world_size, dist.group.WORLD)
+    return exchange_texts(f"r{rank} \u00e9" + "x" * 400 * rank, dist.group.WORLD) + exchange_texts(
+        "", dist.group.WORLD
+    )
 
 
 def test_texts_of_all_ranks() -> None:
     for texts in values(run_ranks(_texts, 2, timeout_s=30)):
-        assert texts[0] == "r0 \u00e9"
-        assert texts[1].startswith("r1 \u00e9xxx")
+        assert texts == ["r0 \u00e9", "r1 \u00e9" + "x" * 400, "", ""]
 
 
 @pytest.mark.parametrize(
