@@ -24,6 +24,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from odcengine._collectives import exchange_texts
+from odcengine._nvshmem_variables import set_variables
 from odcengine.config import DEVICE_OF_TRANSPORT, Config
 from odcengine.control import ControlBlock
 from odcengine.device import Device, check_devices, choose_device, identity_of, unmapped_pair
@@ -367,6 +368,9 @@ def make_transport(job: Job, config: Config, plan: WindowPlan) -> Transport:
 
         ring, topology = Ring(unmapped=config.odc.unmapped), job.topology
         needed = heap_needed(plan.total_nbytes, grid.node_size, ring)
+        for setting in set_variables(topology, config):
+            if topology.rank == 0:
+                logger.info("%s=%s: %s", setting.name, setting.value, setting.reason)
         library = start_nvshmem(topology.rank, topology.world_size, device, needed, job.start_group)
         return NvshmemTransport(job.control, grid, device, job.host_group, library, ring)
     from odcengine.transport.cuda_p2p import CudaP2PTransport

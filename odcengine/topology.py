@@ -392,12 +392,17 @@ def _agree(first: _Claim, other: _Claim, claims: Sequence[_Claim], elastic: bool
     else:
         carries = _carries(other, first, elastic)
     if not carries:
-        unset = " ".join(f"-u {name}" for name in other.table.required.values() if name in other.tell())
         raise ConfigError(
             f"environment: {first.tell()} contradicts {other.tell()}: this process cannot be both; unset "
-            f"what is left over from elsewhere (env {unset} ...), or start it by one of them only"
+            f"what is left over from elsewhere ({_unset(first)}, or {_unset(other)}), or start it by one of "
+            "them only"
         )
     return False
+
+
+def _unset(claim: _Claim) -> str:
+    told = claim.tell()
+    return "env " + " ".join(f"-u {name}" for name in claim.table.required.values() if name in told)
 
 
 def _carries(outer: _Claim, inner: _Claim, elastic: bool) -> bool:

@@ -142,8 +142,9 @@ def _start_here(
     request: Request, wish: Wish, options: argparse.Namespace, config: Config | None, *, adopt: bool
 ) -> int:
     """Starts all ranks of the job, or those of this task of srun or mpirun."""
-    from odc_launcher import host, job, local, memory, printing, restart, step
+    from odc_launcher import job, local, memory, printing, restart, step
     from odc_launcher import plan as planning
+    from odcengine.host import host
 
     place = None
     with_gpus = request.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
@@ -253,12 +254,13 @@ def _start_elsewhere(
             return step.run(plan)
         environ, ask = dict(os.environ), wish
         if mode == "slurm":
+            ask = dataclasses.replace(wish, srun_args=restart.srun_args(wish.srun_args, os.environ))
             states = restart.node_states(plan.hosts, os.environ["SLURM_JOB_ID"])
             environ, missing = restart.healthy_environ(environ, plan.hosts, states)
             if missing:
                 print(f"odc-launch: without {', '.join(missing)}, which SLURM calls down", file=sys.stderr)
                 nodelist = f"--nodelist={environ['SLURM_JOB_NODELIST']}"
-                ask = dataclasses.replace(wish, nodes=None, srun_args=(*wish.srun_args, nodelist))
+                ask = dataclasses.replace(ask, nodes=None, srun_args=(*ask.srun_args, nodelist))
         assert plan.log_dir is not None  # only a submission has none
         other = job_port(f"{seed} restart {done}") if "MASTER_PORT" not in os.environ else port
         again = dataclasses.replace(machine, master_port=other)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from odc_launcher import mpi, slurm
-from odc_launcher.nvshmem_env import value_problems
 from odc_launcher.plan import (
     INTERFACE_NAMES,
     SHOWN_PREFIXES,
@@ -22,6 +21,7 @@ from odc_launcher.plan import (
     target_words,
 )
 from odcengine.errors import ConfigError
+from odcengine.host.nvshmem_env import value_problems
 from odcengine.hostlist import read_hostfile
 from odcengine.topology import RankInfo, job_name, job_port, read_rank_info, slurm_in_step, step_hosts
 

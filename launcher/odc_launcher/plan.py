@@ -10,12 +10,12 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from odc_launcher.affinity import Affinity, plan_affinity
-from odc_launcher.host import Host
-from odc_launcher.network import GLOO, NCCL, NVSHMEM
-from odc_launcher.nvshmem_env import Job, NodeSettings, Setting, as_env, node_settings
 from odcengine._version import __version__
 from odcengine.errors import ConfigError
+from odcengine.host.affinity import Affinity, plan_affinity
+from odcengine.host.host import Host
+from odcengine.host.network import GLOO, NCCL, NVSHMEM
+from odcengine.host.nvshmem_env import Job, NodeSettings, Setting, as_env, node_settings
 
 DEFAULT_GRACE_S = 30.0
 DEFAULT_SIGNALS = ("INT", "TERM", "HUP", "USR1", "USR2")

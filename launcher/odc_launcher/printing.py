@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from odc_launcher.affinity import format_cores
 from odc_launcher.job import JobPlan
 from odc_launcher.memory import memory_warnings, render_memory
 from odc_launcher.plan import (
@@ -19,6 +18,7 @@ from odc_launcher.plan import (
     RankPlan,
     parse_signals,
 )
+from odcengine.host.affinity import format_cores
 
 _SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD", re.IGNORECASE)
 _DEVICE_NAMES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")

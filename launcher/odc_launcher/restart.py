@@ -14,6 +14,8 @@ from odcengine.preemption import REQUEUE_EXIT_CODE
 
 _MISTAKES = ("ConfigError", "UsageError", "SyntaxError", "ImportError", "ModuleNotFoundError")
 _COMMAND_TIMEOUT_S = 30.0
+_START_LIMIT_S = 300
+"""Longer than SLURM takes to end the ranks of the last start (``KillWait`` and ``UnkillableStepTimeout``)."""
 _GONE = ("down", "fail", "unknown", "not_responding", "power")
 
 
@@ -57,6 +59,16 @@ def run(start: Callable[[int], Outcome], limit: int) -> int:
             return outcome.code
         done += 1
         _note(f"restart {done} of {limit}: the ranks go on from the newest checkpoint")
+
+
+def srun_args(given: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The options of a restart's srun, which else waits for ever for nodes that SLURM does not give back.
+
+    Args:
+        given: the user's, which win.
+        environ: what srun inherits; ``SLURM_IMMEDIATE`` is the user's, too.
+    """
+    return given if "SLURM_IMMEDIATE" in environ else (f"--immediate={_START_LIMIT_S}", *given)
 
 
 def healthy_environ(

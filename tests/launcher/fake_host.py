@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from odc_launcher.host import Host, read_cores, read_nics, read_places
-from odc_launcher.network import Interface, Route
-from odc_launcher.nvml import Gpu, Gpus
+from odcengine.host.host import Host, read_cores, read_nics, read_places
+from odcengine.host.network import Interface, Route
+from odcengine.host.nvml import Gpu, Gpus
 
 NUM_CORES = 16  # 0-3 and 8-11 on socket 0, 4-7 and 12-15 on socket 1; core c and c + 8 are siblings
 SOCKETS = ("0-3,8-11", "4-7,12-15")

@@ -9,9 +9,10 @@ import pytest
 from fake_host import GPUS, NUM_CORES, make_host, make_sysfs
 from hypothesis import given
 from hypothesis import strategies as st
-from odc_launcher.affinity import Affinity, format_cores, parse_cores, plan_affinity, visible_gpus
-from odc_launcher.host import nearest_nic, read_nics
-from odc_launcher.nvml import parse
+
+from odcengine.host.affinity import Affinity, format_cores, parse_cores, plan_affinity, visible_gpus
+from odcengine.host.host import nearest_nic, read_nics
+from odcengine.host.nvml import parse
 
 SOCKET_0, SOCKET_1 = "0-3,8-11", "4-7,12-15"
 

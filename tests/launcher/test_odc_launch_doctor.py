@@ -17,7 +17,8 @@ from odc_launcher.doctor.checks import check_all
 from odc_launcher.doctor.command import render
 from odc_launcher.doctor.facts import NodeFacts, from_json, gather, to_json
 from odc_launcher.doctor.finding import ERROR, OK, WARNING, Context, Finding
-from odc_launcher.nvshmem_env import Job
+
+from odcengine.host.nvshmem_env import Job
 
 GIB = 1 << 30
 ONE = Context(Job())

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 from fake_host import INTERFACES
-from odc_launcher.network import (
+
+from odcengine.host.network import (
     Interface,
     Route,
     choose_interface,

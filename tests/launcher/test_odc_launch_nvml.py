@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from odc_launcher import nvml
+
+from odcengine.host import nvml
 
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4

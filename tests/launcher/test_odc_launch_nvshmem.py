@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 from fake_host import GPUS, make_host, make_sysfs
-from odc_launcher.host import Host
 from odc_launcher.job import Wish, plan_step, plan_submission
 from odc_launcher.local import ChildSetup
-from odc_launcher.network import Route
-from odc_launcher.nvshmem_env import Job, NodeSettings, node_settings
 from odc_launcher.plan import Machine, Place, Request, make_plan
 from odc_launcher.printing import render_plan
 
 from odcengine.errors import ConfigError
+from odcengine.host.host import Host
+from odcengine.host.network import Route
+from odcengine.host.nvshmem_env import Job, NodeSettings, node_settings
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 IFNAME = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
@@ -241,3 +241,36 @@ def test_a_rank_runs_on_its_cores() -> None:
 def test_gpus_of_the_plan_are_those_that_the_ranks_see(host: Host) -> None:
     plan = make_plan(REQUEST, {"CUDA_VISIBLE_DEVICES": "3,2,1,0"}, replace(MACHINE, node=host), NODE_1)
     assert f"near GPU {GPUS[3].pci}" in plan.ranks[0].affinity.reason
+
+
+def test_ranks_of_other_launchers_set_what_is_missing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun, srun and mpirun alone tell NVSHMEM nothing."""
+    from odcengine import _nvshmem_variables
+    from odcengine.config import load_config
+    from odcengine.topology import Topology
+
+    asked: list[str] = []
+
+    def read(master_addr: str, **options: bool) -> Host:
+        asked.append(master_addr)
+        return host
+
+    monkeypatch.setattr(_nvshmem_variables, "read_host", read)
+    two = Topology(0, ("node1", "node2"), ("a", "b"), ((0,), (1,)))
+    one = Topology(0, ("node1", "node1"), ("a", "a"), ((0, 1),))
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "20000"}
+
+    def told(topology: Topology, *, interface: str | None = None, **environ: str) -> dict[str, str]:
+        config = load_config({"train_batch_size": 8, "launch": {"interface": interface}})
+        variables = torchrun | environ
+        _nvshmem_variables.set_variables(topology, config, variables)
+        return {name: value for name, value in variables.items() if name not in torchrun}
+
+    assert told(two) == {IFNAME: "=eth0", REMOTE: "ibrc"}
+    assert told(two, interface="ib0") == {IFNAME: "ib0", REMOTE: "ibrc"}
+    users = {IFNAME: "ib", REMOTE: "ucx"}
+    assert told(two, **users) == users
+    assert told(one)[REMOTE] == "none"
+    assert asked == ["10.0.0.7", "10.0.0.7", "10.0.0.7", "127.0.0.1"]
+    with pytest.raises(ConfigError, match="no network interface eth7"):
+        told(two, **{IFNAME: "eth7"})

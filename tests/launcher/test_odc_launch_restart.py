@@ -139,3 +139,8 @@ def test_nodes_that_a_job_has_lost() -> None:
     assert restart.lost_nodes(("n1", "n2", "n3"), shown) == {"n2": "failed"}
     assert restart.lost_nodes(("n1", "n2"), "NodeList=(null)") == {}
     assert restart.lost_nodes(("n1", "n2"), "") == {}
+
+
+def test_srun_of_a_restart_has_a_limit_of_its_own() -> None:
+    assert restart.srun_args(("--mpi=none",), {}) == ("--immediate=300", "--mpi=none")  # the user's come last
+    assert restart.srun_args((), {"SLURM_IMMEDIATE": "9"}) == ()

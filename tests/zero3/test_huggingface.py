@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ from distributed import run_ranks, values
 pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH, LR = 4, 4, 1e-2
 ENV = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 CONFIG: dict[str, Any] = {
@@ -164,7 +167,16 @@ def test_trainer(tmp_path: Path) -> None:
         assert norm == pytest.approx(right_norm, rel=1e-4)
 
 
-def test_wrapping_is_opt_in_and_can_be_undone(tmp_path: Path) -> None:
+def test_without_deepspeed_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['deepspeed'] = None; import odcengine.auto"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "ConfigError: odcengine.auto needs DeepSpeed" in done.stderr
+    assert "pip install 'odcengine[deepspeed]'" in done.stderr
+
+
+def test_wrapping_is_opt_in_and_can_be_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     import deepspeed
 
     from odcengine import auto
@@ -174,7 +186,7 @@ def test_wrapping_is_opt_in_and_can_be_undone(tmp_path: Path) -> None:
     calls: list[Any] = []
 
     class Engine:
-        pass
+        optimizer: Any = object()
 
     def original(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
@@ -196,6 +208,16 @@ def test_wrapping_is_opt_in_and_can_be_undone(tmp_path: Path) -> None:
             attach.assert_called_with(engine, {"timeout_s": 9})
         with pytest.raises(ConfigError, match="enabled"):
             deepspeed.initialize(config={"odc": {"timeout_s": 9}})
+        for misspelt in ("ocd", "ODC", "odc_engine"):
+            with pytest.raises(ConfigError, match=f'{misspelt}: neither .* did you mean "odc"'):
+                deepspeed.initialize(config={misspelt: {"enabled": True}})
         assert len(calls) == 6
+        attach.reset_mock()
+        monkeypatch.setattr(
+            Engine, "optimizer", None
+        )  # a reference model with the trained one's configuration
+        deepspeed.initialize(model=None, config=str(file))
+        assert not attach.called
+        assert "stays DeepSpeed's own" in caplog.text
         auto.disable()
         assert deepspeed.initialize is original

@@ -58,6 +58,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
 
     import odcengine
     from odcengine.deepspeed import guard
+    from odcengine.deepspeed.guard import check_engine
     from odcengine.errors import ConfigError, UsageError
 
     found = {}
@@ -81,6 +82,12 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     attach("collective", engine, transport="collective")
     attach("unknown key", engine, lockstep=True)
     attach("wrong value", engine, transport="ship")
+    attach("misspelt key", engine, tranport="shm")
+    tokens = torch.arange(5)[None]
+    engine.backward(engine(tokens, 0).sum())
+    attach("late", engine)  # its gradients would be lost
+    engine.step()
+    check_engine(engine)  # between minibatches it may be attached
     attach("not an engine", SimpleNamespace(optimizer=None))
     attach("stage 2", make_engine(Case("stage2", config={"zero_optimization": {"stage": 2}})))
     deepspeed.runtime.zero.partition_parameters.Init.param_id = 0
@@ -106,6 +113,11 @@ def test_other_refusals(refused: dict[str, str]) -> None:
     assert "process group of 1 of 2 ranks" in refused["groups"]
     assert "stock DeepSpeed" in refused["collective"]
     assert "odc.lockstep: an attached DeepSpeed engine does not know it" in refused["unknown key"]
+    assert (
+        "odc.tranport: an attached DeepSpeed engine does not know it; did you mean transport?"
+        in (refused["misspelt key"])
+    )
+    assert "gradients of backwards without a step" in refused["late"]
     assert "odc.transport" in refused["wrong value"]
     assert "expected the engine that deepspeed.initialize returns" in refused["not an engine"]
     assert "expected that of ZeRO stage 3" in refused["stage 2"]

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from odc_launcher.affinity import visible_gpus
-from odc_launcher.host import read_host
-from odc_launcher.nvshmem_env import Job, node_settings
 from odc_launcher.printing import mask
 from odcengine._version import __version__
+from odcengine.host.affinity import visible_gpus
+from odcengine.host.host import read_host
+from odcengine.host.nvshmem_env import Job, node_settings
 
 PACKAGES = (
     "torch",
@@ -47,9 +47,9 @@ class NodeFacts:
     Attributes:
         host: its name.
         versions: of Python, odcengine, packages, driver and programs; without those that are missing.
-        gpus: those that ranks see, in CUDA's order, as :class:`~odc_launcher.nvml.Gpu`.
+        gpus: those that ranks see, in CUDA's order, as :class:`~odcengine.host.nvml.Gpu`.
         gpus_unknown: why they are not known.
-        interfaces, nics: as :class:`~odc_launcher.network.Interface` and :class:`~odc_launcher.host.Nic`.
+        interfaces, nics: as :class:`~odcengine.host.network.Interface` and :class:`~odcengine.host.host.Nic`.
         chosen: variables that odc-launch would set, with reasons.
         problems, warnings: of the user's variables.
         limits: ``memlock`` and ``nofile`` (soft limits; -1: none), bytes of ``/dev/shm`` in all and free,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from odc_launcher.nvshmem_env import Job
+from odcengine.host.nvshmem_env import Job
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 LEVELS = (OK, WARNING, ERROR)

@@ -21,9 +21,9 @@ from odc_launcher.doctor import probe
 from odc_launcher.doctor.facts import NodeFacts
 from odc_launcher.doctor.finding import ERROR, Finding
 from odc_launcher.job import Wish, outer_rank
-from odc_launcher.nvshmem_env import Job
 from odc_launcher.plan import SHOWN_PREFIXES
 from odcengine.errors import ConfigError
+from odcengine.host.nvshmem_env import Job
 from odcengine.topology import job_port
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from odc_launcher.affinity import Cores, parse_cores
-from odc_launcher.network import Interface, Route, find_route, read_interfaces
-from odc_launcher.nvml import Gpu, Gpus, read_gpus
+from odcengine.host.affinity import Cores, parse_cores
+from odcengine.host.network import Interface, Route, find_route, read_interfaces
+from odcengine.host.nvml import Gpu, Gpus, read_gpus
 
 SAME_SWITCH, SAME_ROOT, SAME_NUMA, FAR = range(4)
 DISTANCES = ("behind the same PCIe switch", "at the same PCIe root", "in the same NUMA node", "far away")

@@ -1,6 +1,6 @@
 """Which cores each rank of this host runs on: those near its GPU, shared out between the ranks there.
 
-Pure: what sysfs and the driver say is read by :mod:`odc_launcher.host` and handed in.
+Pure: what sysfs and the driver say is read by :mod:`odcengine.host.host` and handed in.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from odc_launcher.nvml import Gpu
+from odcengine.host.nvml import Gpu
 
 
 @dataclass(frozen=True)

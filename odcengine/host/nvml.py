@@ -1,7 +1,7 @@
 """The GPUs of this host as the driver's library NVML lists them, without torch and CUDA.
 
-``python -m odc_launcher.nvml`` prints them as JSON. :func:`read_gpus` runs that as a process of its own with
-a deadline: a broken driver may hang or crash whoever asks it.
+``python -m odcengine.host.nvml`` prints them as JSON. :func:`read_gpus` runs that as a process of its own
+with a deadline: a broken driver may hang or crash whoever asks it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_gpus(root: Path = Path("/"), timeout_s: float = TIMEOUT_S) -> Gpus:
         return Gpus()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "odc_launcher.nvml"],
+            [sys.executable, "-m", "odcengine.host.nvml"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_s,
@@ -245,7 +245,7 @@ def main() -> int:
         data = _list(_Nvml())
     except (OSError, RuntimeError, AttributeError) as error:
         data = {"gpus": [], "driver": "", "cuda": "", "error": str(error)}
-    print(json.dumps(data))
+    sys.stdout.write(json.dumps(data) + "\n")
     return 0
 
 

@@ -1,7 +1,8 @@
 """What libraries of the ranks on this host are told by variables: NVSHMEM's start, and gloo's interface.
 
-Pure, over what :mod:`odc_launcher.host` has read. It runs on every node, in the launcher that starts the
-ranks there, because interfaces and RDMA devices may differ between nodes. What the user has set wins, and is
+Pure, over what :mod:`odcengine.host.host` has read. It runs on every node, in the launcher that starts the
+ranks there, and in ranks that another launcher has started, because interfaces and RDMA devices may differ
+between nodes. What the user has set wins, and is
 checked.
 """
 
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from odc_launcher.affinity import visible_gpus
-from odc_launcher.host import Host, nearest_nic
-from odc_launcher.network import (
+from odcengine.errors import ConfigError
+from odcengine.host.affinity import visible_gpus
+from odcengine.host.host import Host, nearest_nic
+from odcengine.host.network import (
     GLOO,
     NCCL,
     NVSHMEM,
@@ -23,7 +25,6 @@ from odc_launcher.network import (
     exact_name,
     unknown_names,
 )
-from odcengine.errors import ConfigError
 from odcengine.transport.heap import SIZE_VARIABLE, parse_symmetric_size
 
 FAMILY = "NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"
