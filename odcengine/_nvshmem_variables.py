@@ -1,7 +1,7 @@
 """What NVSHMEM's start is told by variables in ranks that odc-launch has not started.
 
-odc-launch sets them for its ranks (``launcher/odc_launcher/plan.py``); torchrun, ``srun`` and ``mpirun`` do not,
-and NVSHMEM would then take the first interface that it finds.
+odc-launch sets them for its ranks (``launcher/odc_launcher/plan.py``). torchrun, ``srun`` and ``mpirun``
+alone do not, and NVSHMEM would take the first interface that it finds.
 """
 
 from __future__ import annotations
