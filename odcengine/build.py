@@ -328,6 +328,7 @@ def _build_loader(
         collate_fn=collate_fn,
         draw=job.control.draw,
         run_empty=config.odc.lockstep or config.odc.transport == "collective",
+        fields=config.data.fields,
         prefetch=config.data.prefetch,
         device=job.device.torch_device,
         timeout_s=config.odc.timeout_s,

@@ -535,6 +535,11 @@ class Data(_Section):
     too_long: Literal["error", "truncate", "skip"] = Field(
         default="error", description="What happens to a sample over max_length."
     )
+    fields: tuple[str, ...] = Field(
+        default=(),
+        description="What micro-batches take along of samples beside tokens and mask, by name: advantages, "
+        "old_logprobs (docs/rl.md).",
+    )
     prefetch: Int | None = Field(
         default=None,
         ge=0,

@@ -151,7 +151,7 @@ class Tally:
             self.samples = self.tokens = self.flops = math.nan
         else:
             lengths: Lengths = np.diff(boundaries.cpu().numpy().astype(np.int64))
-            self._pending.append((len(lengths), lengths))
+            self._pending.append((getattr(batch, "num_samples", len(lengths)), lengths))
 
     def backward(self) -> None:
         """A backward covers everything since the last one."""

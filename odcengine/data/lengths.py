@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from odcengine.data.pack import num_targets_of
+from odcengine.data.pack import num_targets_of, sequences_of
 from odcengine.errors import OdcError, UsageError
 
 
@@ -34,12 +34,20 @@ def naming(what: str) -> Iterator[None]:
 
 def is_token_sample(sample: Any) -> bool:
     """Whether the loader packs such samples itself."""
-    return isinstance(sample, Mapping) and "input_ids" in sample
+    return isinstance(sample, Mapping) and ("input_ids" in sample or "sequences" in sample)
 
 
-def measure(
-    dataset: MapDataset, length_fn: Callable[[Any], int] | None, packs: bool
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+class Measured(NamedTuple):
+    """What is known of each sample, int64 ``[n]`` each."""
+
+    lengths: npt.NDArray[np.int64]
+    num_targets: npt.NDArray[np.int64] | None
+    """Positions with a target; None where unknown."""
+    longest_sequence: npt.NDArray[np.int64]
+    """Tokens of the longest sequence of a sample; its length where it is not known to hold several."""
+
+
+def measure(dataset: MapDataset, length_fn: Callable[[Any], int] | None, packs: bool) -> Measured:
     """Length of each sample, and its number of targets where that can be known.
 
     Args:
@@ -47,34 +55,39 @@ def measure(
         length_fn: length of a sample, if the user gave one.
         packs: whether samples are packed by the loader, so that their tokens can be counted.
 
-    Returns:
-        int64 of shape ``[n]`` each; None for targets that are not known.
-
     Raises:
         UsageError: a sample that cannot be read, a length below 1, or not one number for each sample.
     """
     lengths: Any = getattr(dataset, "lengths", None)
     num_targets: Any = getattr(dataset, "num_targets", None)
+    longest_sequence: npt.NDArray[np.int64] | None = None
     if length_fn is not None:
         lengths = []
         for index in range(len(dataset)):
             with naming(f"length_fn fails on sample {index}"):
                 lengths.append(length_fn(dataset[index]))
     elif lengths is None and packs:
-        lengths, counted = [], []
+        lengths, counted, longest = [], [], []
         for index in range(len(dataset)):
             with naming(f"sample {index} cannot be read"):
                 sample = dataset[index]
             counted.append(num_targets_of(sample, index))
-            lengths.append(len(sample["input_ids"]))
+            parts = [len(sequence["input_ids"]) for _, sequence in sequences_of(sample, f"sample {index}")]
+            lengths.append(sum(parts))
+            longest.append(max(parts))
         num_targets = counted if num_targets is None else num_targets
+        longest_sequence = np.asarray(longest, dtype=np.int64)
     elif lengths is None:
         lengths = np.ones(len(dataset), dtype=np.int64)
     lengths = _one_per_sample(dataset, "lengths", lengths)
     if lengths.min() < 1:
         index = int(np.argmin(lengths))
         raise UsageError(f"sample {index} has length {lengths[index]}, but must have at least 1")
-    return lengths, None if num_targets is None else _one_per_sample(dataset, "num_targets", num_targets)
+    return Measured(
+        lengths,
+        None if num_targets is None else _one_per_sample(dataset, "num_targets", num_targets),
+        lengths if longest_sequence is None else longest_sequence,
+    )
 
 
 def _one_per_sample(dataset: MapDataset, name: str, values: Any) -> npt.NDArray[np.int64]:

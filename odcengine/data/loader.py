@@ -56,9 +56,9 @@ class MinibatchLoader:
     the start of the next one. A loop that was left early goes on behind the last minibatch it got, so that
     no sample is used twice; :meth:`set_epoch` starts another epoch.
 
-    The samples are dictionaries with ``input_ids`` and ``labels`` or ``loss_mask``, which are packed (see
-    :func:`~odcengine.data.pack_samples`), or anything else: then ``collate_fn`` makes the micro-batch
-    (torch's ``default_collate`` if None).
+    The samples are dictionaries with ``input_ids`` and ``labels`` or ``loss_mask``, or with ``sequences``
+    of these that stay together, which are packed (see :func:`~odcengine.data.pack_samples`), or anything
+    else: then ``collate_fn`` makes the micro-batch (torch's ``default_collate`` if None).
 
     The length of a sample is, in this order: ``length_fn(sample)``; the data set's attribute ``lengths``;
     the number of its ``input_ids``; 1. The first and the third read the whole data set once. The number of
@@ -91,6 +91,7 @@ class MinibatchLoader:
         length_fn: length of a sample.
         collate_fn: makes a micro-batch from a list of samples.
         pad_to_multiple_of: length of packed rows (see :func:`~odcengine.data.pack_samples`).
+        fields: of the samples that packed micro-batches take along (see there).
         run_empty: give a dummy for every empty micro-batch of a plan, so that all ranks run the same number
             of forwards; needed where communication is collective or in lock-step, waste elsewhere.
         draw: for ``dynamic``: called with the serial number of a minibatch, gives the next number that no
@@ -126,6 +127,7 @@ class MinibatchLoader:
         length_fn: Callable[[Any], int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pad_to_multiple_of: int = 1,
+        fields: Sequence[str] = (),
         run_empty: bool = True,
         draw: Callable[[int], int] | None = None,
         prefetch: int | None = None,
@@ -168,9 +170,10 @@ class MinibatchLoader:
         self.next_serial: Callable[[], int] = functools.partial(next, itertools.count(1))
         self.before_draw: Callable[[], None] = lambda: None
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.fields = tuple(fields)
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
         self.packs = collate_fn is None and is_token_sample(dataset[0])
-        self.lengths, self.num_targets = measure(dataset, length_fn, self.packs)
+        self.lengths, self.num_targets, self._longest_sequence = measure(dataset, length_fn, self.packs)
         # Before any truncation: another limit of the length does not change the order.
         self._contents = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
         self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
@@ -212,8 +215,8 @@ class MinibatchLoader:
 
     @property
     def longest(self) -> int:
-        """Largest length of the samples that are used, after truncation."""
-        return int(self.lengths[self._usable].max())
+        """Tokens of the longest sequence in the samples that are used, after truncation."""
+        return int(np.minimum(self.lengths, self._longest_sequence)[self._usable].max())
 
     def __len__(self) -> int:
         """Minibatches of a whole epoch."""
@@ -478,7 +481,12 @@ class MinibatchLoader:
         """The micro-batch of some samples of a minibatch; a dummy for none."""
         if self.packs:
             samples = [self._sample(index) for index in sample_ids]
-            batch = pack_samples(samples, sample_ids=sample_ids, pad_to_multiple_of=self.pad_to_multiple_of)
+            batch = pack_samples(
+                samples,
+                sample_ids=sample_ids,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                fields=self.fields,
+            )
             if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
                 raise UsageError(
                     f"samples {list(sample_ids)} have {batch.num_tokens} tokens together instead of "
@@ -495,7 +503,8 @@ class MinibatchLoader:
         with naming(f"sample {index} cannot be read"):
             sample = self.dataset[index]
         if index in self._truncated:
-            return truncate_sample(sample, int(self.lengths[index]))
+            with naming(f"sample {index} cannot be truncated"):
+                return truncate_sample(sample, int(self.lengths[index]), self.fields)
         return sample
 
     def _handle_too_long(self, too_long: str, limit: int) -> None:

@@ -105,11 +105,6 @@ def sequences_of(sample: Sample, name: str) -> list[tuple[str, Sample]]:
     return [(f"{name}, sequence {number}", sequence) for number, sequence in enumerate(sequences)]
 
 
-def length_of(sample: Sample) -> int:
-    """Tokens of a sample."""
-    return sum(len(sequence["input_ids"]) for _, sequence in sequences_of(sample, "a sample"))
-
-
 def _packed_field(
     field: str, sequences: Sequence[tuple[str, Sample]], labels: torch.Tensor, boundaries: Sequence[int]
 ) -> torch.Tensor:
@@ -172,12 +167,20 @@ def num_targets_of(sample: Sample, index: int) -> int:
     )
 
 
-def truncate_sample(sample: Sample, max_tokens: int) -> dict[str, Any]:
-    """The sample cut after ``max_tokens`` tokens, its labels or mask with it."""
-    return {
-        name: value[:max_tokens] if name in ("input_ids", "labels", "loss_mask") else value
-        for name, value in sample.items()
-    }
+def truncate_sample(sample: Sample, max_tokens: int, fields: Sequence[str] = ()) -> dict[str, Any]:
+    """The sample cut after ``max_tokens`` tokens, its labels or mask and the fields of tokens with it.
+
+    Raises:
+        UsageError: it holds several sequences.
+    """
+    if "sequences" in sample:
+        raise UsageError(
+            "data.too_long: a sample of several sequences is not truncated: nobody could say which of them "
+            "is to lose its end; choose error or skip, or truncate them in the data set"
+        )
+    cut = {"input_ids", "labels", "loss_mask"}
+    cut.update(name for name in fields if np.ndim(sample.get(name, 0)))
+    return {name: value[:max_tokens] if name in cut else value for name, value in sample.items()}
 
 
 def _tokens_and_targets(sample: Sample, which: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
