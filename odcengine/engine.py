@@ -16,7 +16,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from odcengine._garbage import QuietGarbage
 from odcengine._summed_loss import LossFn, SummedLoss
+from odcengine._sums import sum_over_ranks
 from odcengine.checkpoint.calls import CheckpointCalls
 from odcengine.checkpoint.checkpoints import Checkpoints
 from odcengine.checkpoint.state import Trained
@@ -273,6 +274,23 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
                 logger.warning("%s", line)
         elif self._loader is not None:
             self._loader.measured(metrics.busy_s, metrics.num_samples)
+
+    def sum_over_ranks(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+        """Sum numbers of the script over all ranks; every rank calls it, between minibatches.
+
+        Args:
+            values: scalars, by name; the same names on all ranks.
+
+        Returns:
+            The sums, on every rank.
+
+        Raises:
+            UsageError: other ranks have other names.
+            PeerError: another rank failed, died or gave no sign of life.
+        """
+        self._require_open()
+        with self._control.phase(Phase.AGREE):
+            return sum_over_ranks(values, self._job)
 
     def _save_and_stop(self, stops: int) -> NoReturn:
         """All ranks leave here in the same step, since a signal or the clock has asked some of them to."""

@@ -64,6 +64,7 @@ class MicroBatch:
         sample_ids: index of each sample in the data set.
         fields: what else the samples say, by name (:func:`pack_samples`): ``[1, T, ...]`` of tokens, aligned
             with the labels; ``[num_sequences]`` of sequences.
+        sequences_per_sample: of each sample how many it holds; one each if not given.
         segments: ``cu_segments`` for the host; found by itself.
         targets_per_sequence: positions with a target of each sequence, for the host; found by itself.
 
@@ -82,10 +83,13 @@ class MicroBatch:
     num_samples: int
     sample_ids: tuple[int, ...]
     fields: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict, repr=False)
+    sequences_per_sample: tuple[int, ...] = dataclasses.field(default=(), repr=False)
     segments: Segments | None = dataclasses.field(default=None, repr=False)
     targets_per_sequence: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        if not self.sequences_per_sample:
+            object.__setattr__(self, "sequences_per_sample", (1,) * self.num_samples)
         # On another device they were checked before the move, and looking again would make the host wait.
         device = self.cu_segments.device.type
         if device == "cpu" or (self.segments is None and device != "meta"):
@@ -133,6 +137,30 @@ class MicroBatch:
         }
         fields = {name: change(value) for name, value in self.fields.items()}
         return dataclasses.replace(self, fields=fields, **changed)
+
+    def field(self, name: str, user: str) -> torch.Tensor:
+        """A field of one number for each token or sequence.
+
+        Args:
+            name: of the field.
+            user: who needs it, for the message.
+
+        Raises:
+            UsageError: the micro-batch does not have it, or it is something else.
+        """
+        field = self.fields.get(name)
+        if field is None:
+            raise UsageError(
+                f"{user}: the micro-batch has no field {name}, but {', '.join(self.fields) or 'none'}; name "
+                "it in pack_samples(..., fields=...), or in data.fields of the configuration"
+            )
+        if list(field.shape) not in ([self.num_sequences], list(self.labels.shape)):
+            raise UsageError(
+                f"{user}: the field {name} has shape {list(field.shape)}, but must have "
+                f"{list(self.labels.shape)}, one number for each token, or {[self.num_sequences]}, one for "
+                "each sequence"
+            )
+        return field
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Give every position the value of its sequence.

@@ -55,11 +55,8 @@ def pack_samples(
         raise UsageError(f"pack_samples: {len(samples)} samples, but {len(ids)} sample_ids")
     if pad_to_multiple_of < 1:
         raise UsageError(f"pack_samples: pad_to_multiple_of is {pad_to_multiple_of}, but must be at least 1")
-    sequences = [
-        (name, sequence)
-        for sample, index in zip(samples, ids, strict=True)
-        for name, sequence in sequences_of(sample, f"sample {index}")
-    ]
+    of_samples = [sequences_of(sample, f"sample {index}") for sample, index in zip(samples, ids, strict=True)]
+    sequences = list(itertools.chain(*of_samples))
     pairs = [_tokens_and_targets(sequence, name) for name, sequence in sequences]
     lengths = [len(tokens) for tokens, _ in pairs]
     num_tokens = sum(lengths)
@@ -88,6 +85,7 @@ def pack_samples(
         num_targets=int((labels != IGNORE_INDEX).sum()),
         num_samples=len(samples),
         sample_ids=ids,
+        sequences_per_sample=tuple(map(len, of_samples)),
         fields={
             field: _packed_field(field, sequences, torch.from_numpy(labels), boundaries.tolist())
             for field in (fields if samples else ())

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odcengine._summed_loss import LossFn, SummedLoss
+from odcengine._sums import sum_over_ranks
 from odcengine.config import Config
 from odcengine.control import EventRecorder, Phase
 from odcengine.data import MinibatchLoader
@@ -156,6 +157,23 @@ class ZeroEngine:
         self._monitor.end_step(metrics, self._started)
         self._start_minibatch()
         return metrics
+
+    def sum_over_ranks(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+        """Sum numbers of the script over all ranks; every rank calls it, between minibatches.
+
+        Args:
+            values: scalars, by name; the same names on all ranks.
+
+        Returns:
+            The sums, on every rank.
+
+        Raises:
+            UsageError: other ranks have other names.
+            PeerError: another rank failed, died or gave no sign of life.
+        """
+        self._odc.require_open()
+        with self._control.phase(Phase.AGREE):
+            return sum_over_ranks(values, self._job)
 
     def _met(self) -> None:
         """All ranks have passed barrier A."""

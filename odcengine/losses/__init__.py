@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from odcengine.losses.advantages import group_advantages, informative_groups
+from odcengine.losses.dpo import DPO_METRICS, DpoLoss
 from odcengine.losses.grpo import GRPO_METRICS, GrpoLoss
 from odcengine.losses.kl import kl_estimates
 from odcengine.losses.linear_logprobs import TokenLogprobs, linear_logprobs
@@ -12,7 +13,9 @@ from odcengine.losses.loss_sum import LossSum
 from odcengine.losses.token_loss import causal_lm_loss_sum, token_cross_entropy_sum
 
 __all__ = [
+    "DPO_METRICS",
     "GRPO_METRICS",
+    "DpoLoss",
     "GrpoLoss",
     "LossSum",
     "TokenLogprobs",

@@ -184,19 +184,9 @@ class GrpoLoss:
         """A field in the dtype of the log-probabilities: of tokens, or for advantages of sequences."""
         if micro_batch.is_dummy:
             return torch.zeros_like(like)
-        field = micro_batch.fields.get(name)
-        if field is None:
-            has = ", ".join(micro_batch.fields) or "none"
+        field = micro_batch.field(name, "GrpoLoss").to(like.dtype)
+        if field.shape != like.shape and name != "advantages":
             raise UsageError(
-                f"GrpoLoss: the micro-batch has no field {name} (its fields: {has}); name it in "
-                "pack_samples(..., fields=...)"
+                f"GrpoLoss: the field {name} has one number for each sequence; give one for each token"
             )
-        shapes = [list(like.shape)]
-        if name == "advantages":
-            shapes.append([micro_batch.num_sequences])
-        if list(field.shape) not in shapes:
-            raise UsageError(
-                f"GrpoLoss: the field {name} has shape {list(field.shape)}, but must have "
-                f"{' or '.join(map(str, shapes))}"
-            )
-        return field.to(like.dtype)
+        return field
