@@ -5,15 +5,34 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from odcengine.losses import GrpoLoss
+from odcengine.losses import DpoLoss, GrpoLoss
+
+transformers = pytest.importorskip("transformers")
 
 VOCAB = 48
+FIELDS = ("advantages", "old_logprobs", "ref_logprobs")
 # Tokens, and how many of them are the prompt; one is a prompt only, with nothing to learn.
 LENGTHS = ((9, 3), (4, 4), (2, 1), (7, 2), (12, 5), (3, 1), (6, 5))
 ADVANTAGES = (1.2, 0.5, -0.7, 0.0, -1.5, 0.4, 0.9)
+
+
+def build(family: str) -> Any:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64}}.get(
+        family, {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    )
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0, **shape
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
 
 
 def make_answers(model: nn.Module, temperature: float) -> list[dict[str, Any]]:
@@ -79,6 +98,35 @@ def plain_grpo(model: nn.Module, answers: list[dict[str, Any]], loss: GrpoLoss) 
     if loss.normalize_by == "dr_grpo":
         return torch.stack(sums).sum() / len(answers) / (loss.max_completion_length or 0)
     return torch.stack([mean for mean, length in zip(means, lengths, strict=True) if length]).mean()
+
+
+def make_pairs(model: nn.Module) -> list[dict[str, Any]]:
+    """Preference pairs; in one of them there is nothing to learn of the rejected answer."""
+    answers = make_answers(model, 1.0)
+    return [
+        {"sequences": [answers[chosen], answers[rejected]]} for chosen, rejected in ((0, 3), (6, 1), (4, 5))
+    ]
+
+
+def plain_dpo(
+    model: nn.Module, pairs: list[dict[str, Any]], loss: DpoLoss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a minibatch of pairs, and the rewards of chosen and rejected answers."""
+    gains = []
+    for answer in (answer for pair in pairs for answer in pair["sequences"]):
+        logps, _ = plain_logprobs(model, torch.tensor(answer["input_ids"]), 1.0)
+        mask = torch.tensor(answer["loss_mask"])
+        mask[0] = False
+        gain = (logps[mask] - answer["ref_logprobs"][mask]).sum()
+        gains.append(gain / max(1, int(mask.sum())) if loss.average else gain)
+    rewards = loss.beta * torch.stack(gains).view(-1, 2)
+    margin = rewards[:, 0] - rewards[:, 1]
+    if loss.kind == "ipo":
+        losses = (margin / loss.beta - 1 / (2 * loss.beta)) ** 2
+    else:
+        wrong = loss.label_smoothing
+        losses = -(1 - wrong) * torch.log(torch.sigmoid(margin)) - wrong * torch.log(torch.sigmoid(-margin))
+    return losses.mean(), rewards.detach()
 
 
 def random_split(count: int, num_ranks: int, seed: int, equal: bool = False) -> list[list[list[int]]]:
