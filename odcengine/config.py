@@ -538,7 +538,7 @@ class Data(_Section):
     fields: tuple[str, ...] = Field(
         default=(),
         description="What micro-batches take along of samples beside tokens and mask, by name: advantages, "
-        "old_logprobs (docs/rl.md).",
+        "old_logprobs (docs/losses.md).",
     )
     prefetch: Int | None = Field(
         default=None,
