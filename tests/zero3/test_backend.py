@@ -11,8 +11,9 @@ import torch
 from distributed import run_ranks, values
 
 from odcengine.config import load_config
-from odcengine.data import TokenDataset
+from odcengine.data import TokenDataset, pack_samples
 from odcengine.errors import ConfigError
+from odcengine.losses import GrpoLoss
 
 pytest.importorskip("deepspeed")
 
@@ -65,6 +66,7 @@ def _train(rank: int, world_size: int, backend: str, data: str) -> dict[str, Any
                 engine.save_checkpoint(f"{data}-saved")
             if engine.global_steps == 4:
                 break
+        found.append(_policy_step(engine, rank))
         nothing = engine.step()  # skipped on all ranks
         assert not nothing.applied
         assert math.isnan(nothing.loss)
@@ -77,18 +79,34 @@ def _train(rank: int, world_size: int, backend: str, data: str) -> dict[str, Any
     return {"found": found, "counts": counts}
 
 
+def _policy_step(engine: Any, rank: int) -> tuple[float, ...]:
+    """A step of GRPO, whose backward computes the logits again; one answer on rank 0, two on rank 1."""
+    loss = GrpoLoss(normalize_by="sequence", kl_coef=0.1, entropy_coef=0.01)
+    answers = [{"input_ids": [3, 4, 5 + number, 6], "advantages": number - 1.5} for number in range(3)]
+    for answer in answers[:1] if rank == 0 else answers[1:]:
+        batch = pack_samples([answer])
+        with torch.no_grad():
+            (ref,) = batch.unpack(engine(batch, loss_fn=loss.logprobs).logprobs)
+        batch = pack_samples([{**answer, "ref_logprobs": ref + 0.3}], fields=["advantages", "ref_logprobs"])
+        engine.backward(engine(batch, loss_fn=loss))
+    metrics = engine.step()
+    assert metrics.count == 3
+    assert engine.sum_over_ranks({"ranks": 1.0}) == {"ranks": 2.0}
+    return metrics.loss, metrics.grad_norm
+
+
 def test_same_as_fsdp2(tmp_path: Path) -> None:
     data = tmp_path / "data"
     lengths = [3, 40, 9, 5, 64, 7, 3, 12, 30, 4, 4, 21, 50, 6, 8, 3] * 3
     TokenDataset.write(data, [{"input_ids": [1 + (n * 7 + k) % 31 for k in range(n)]} for n in lengths])
     right = values(run_ranks(_train, 2, "fsdp2", str(data), env=ENV, timeout_s=100))
     ranks = values(run_ranks(_train, 2, "deepspeed", str(data), env=ENV, timeout_s=100))
-    assert len(right[0]["found"]) == 4
+    assert len(right[0]["found"]) == 5
     for rank, expected in zip(ranks, right, strict=True):
         assert rank["counts"] == expected["counts"]
         for mine, theirs in zip(rank["found"], expected["found"], strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4)
-    assert len(Path(f"{data}-deepspeed.jsonl").read_text().splitlines()) == 5
+    assert len(Path(f"{data}-deepspeed.jsonl").read_text().splitlines()) == 6
     assert (Path(f"{data}-saved") / "latest").read_text() == "global_step2"
 
 
