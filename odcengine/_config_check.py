@@ -359,6 +359,7 @@ def _backend_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], s
         "odc.lockstep": (odc.lockstep, "measures fsdp2 only; expected false"),
         "odc.deterministic": (odc.deterministic, "sums in rank order with fsdp2 only; expected false"),
         "odc.wrap": (odc.wrap != "auto", "DeepSpeed shards parameter by parameter; remove it"),
+        "odc.experts": (odc.experts != "all", "DeepSpeed gathers whole tensors; expected all"),
         "odc.reshard_after_forward": (
             not odc.reshard_after_forward,
             "set deepspeed.zero_optimization.stage3_max_live_parameters and stage3_max_reuse_distance",
@@ -395,6 +396,12 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
                 ("odc.sharding", "odc.transport"),
                 "hybrid needs the windows of a one-sided transport, but odc.transport is collective; "
                 "expected full",
+            )
+        if odc.experts == "chosen":
+            yield (
+                ("odc.experts", "odc.transport"),
+                "chosen needs a one-sided transport, but odc.transport is collective, where all ranks gather "
+                "the same; expected all",
             )
         if odc.node_size is not None:
             yield (

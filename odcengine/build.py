@@ -51,7 +51,7 @@ from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.sharding.layout import find_groups
 from odcengine.sharding.on_demand import OnDemandSharding, plan_windows, slots_of
-from odcengine.sharding.wrap import block_modules, check_model, shard_model
+from odcengine.sharding.wrap import block_modules, check_model, group_modules, shard_model
 from odcengine.start import Job, equalize_weights, join, make_transport
 from odcengine.topology import read_rank_info
 from odcengine.transport.base import Grid, Transport
@@ -140,7 +140,8 @@ def initialize(
             if settings.bf16.enabled:
                 make_masters(model)  # computation is cast by FSDP2
             blocks = block_modules(model, settings.odc.wrap)
-            check_model(model, blocks, job.device.type, stored=stored is not None)
+            groups = group_modules(model, settings.odc.wrap, settings.odc.experts)
+            check_model(model, groups, job.device.type, stored=stored is not None)
             frozen = None if reference is None else Reference.open(reference, settings, model)
             if frozen is not None:
                 frozen_blocks = block_modules(frozen.model, settings.odc.wrap)
@@ -163,7 +164,7 @@ def initialize(
             packs = loader is not None and loader.packs
             if frozen is not None and packs:
                 frozen.prepare(low_precision=settings.bf16.enabled, sharded=False)
-            sharding, transport, parameters = _shard(model, blocks, settings, job, optimizer, stored, frozen)
+            sharding, transport, parameters = _shard(model, groups, settings, job, optimizer, stored, frozen)
             made = _build_optimizer(settings, optimizer, parameters)
             scheduler = _build_scheduler(settings, lr_scheduler, made, loader)
             monitor = Monitor(settings, job, sharding, loader, flops_of=_flops_of(model))
@@ -416,6 +417,7 @@ def _shard(
         mark=job.device.mark,
         lockstep=config.odc.lockstep,
         deterministic=deterministic,
+        chosen_experts=config.odc.experts == "chosen",
     )
     return sharding, transport, parameters
 

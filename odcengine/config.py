@@ -400,6 +400,11 @@ class Odc(_Section):
         description="Class names of the blocks that are sharded and pulled one by one; auto: the "
         "model's own (_no_split_modules).",
     )
+    experts: Literal["all", "chosen"] = Field(
+        default="all",
+        description="What a micro-batch pulls of a mixture of experts: all experts, with their block; or "
+        "those that its tokens chose, when the router has chosen them (docs/models.md).",
+    )
     reshard_after_forward: Annotated[bool, BeforeValidator(_reshard)] = Field(
         default=True,
         description="Drop the pulled parameters after the forward pass and pull them again in the backward "

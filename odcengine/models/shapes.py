@@ -15,7 +15,7 @@ from odcengine.config import Config, load_config
 from odcengine.errors import ConfigError
 from odcengine.models.adapter import add_lora, freeze
 from odcengine.models.load import meta_model
-from odcengine.sharding.wrap import block_modules
+from odcengine.sharding.wrap import group_modules
 
 
 def model_shapes(config: Config) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def model_shapes(config: Config) -> dict[str, Any]:
         model = add_lora(model, config.model.lora, base=None, only_shapes=True)
     freeze(model, config.model.freeze or ())
     names = {id(module): name for name, module in model.named_modules()}
-    blocks = block_modules(model, config.odc.wrap)
+    blocks = group_modules(model, config.odc.wrap, config.odc.experts)
     groups = []
     seen: set[int] = set()
     # Inner blocks first: a parameter belongs to the innermost, as in shard_model.

@@ -25,6 +25,8 @@ except ImportError as error:  # pragma: no cover - depends on the installed torc
     raise ImportError(
         f"odcengine needs torch >= 2.11 (FSDP2 with custom communication), found {torch.__version__}"
     ) from error
+# torch.compiler.disable does the same, but imports dynamo at once, which takes seconds.
+from torch._compile import _disable_dynamo as without_dynamo
 
 from odcengine.errors import ConfigError, OdcError
 
@@ -36,6 +38,7 @@ __all__ = [
     "ReduceScatter",
     "find_groups",
     "prove_layout",
+    "without_dynamo",
     "write_shard",
 ]
 

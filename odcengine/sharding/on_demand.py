@@ -29,6 +29,7 @@ from odcengine.control import ControlBlock, Meeting
 from odcengine.device import Mark
 from odcengine.errors import OdcError, UsageError
 from odcengine.sharding.base import Changed, Sharding, scale_all, squared_norm
+from odcengine.sharding.experts import ChosenExperts
 from odcengine.sharding.layout import (
     AllGather,
     ParamEntry,
@@ -94,6 +95,7 @@ class OnDemandSharding(Sharding):
             decoupling gives on the same transport. Needs equal programs on all ranks.
         deterministic: every rank of the node adds into a slot of its own, and the slots are summed in the
             order of ranks: equal bits in every run, for G times the accumulators.
+        chosen_experts: of groups of experts pull those that tokens chose, instead of all.
     """
 
     how_to_change = (
@@ -112,6 +114,7 @@ class OnDemandSharding(Sharding):
         mark: Callable[[], Mark] = time.perf_counter,
         lockstep: bool = False,
         deterministic: bool = False,
+        chosen_experts: bool = False,
     ) -> None:
         super().__init__(model, groups)
         self.transport = transport
@@ -144,6 +147,10 @@ class OnDemandSharding(Sharding):
         self._sums: list[torch.Tensor] = []
         self._used = torch.zeros(len(self.trainable), dtype=torch.float64)
         self._parameter_hooks: list[RemovableHandle] = []
+        world_size = control.topology.world_size
+        self._experts = [  # by group
+            ChosenExperts.of(group, world_size) if chosen_experts else None for group in self.groups
+        ]
         first = 0
         for group in self.groups:
             group.module.set_custom_all_gather(_PullHook(self, group))
@@ -177,13 +184,20 @@ class OnDemandSharding(Sharding):
             self._compare_with_published(group, out[self.control.topology.rank])
         if self._lockstep:
             self.blocked.wait_s += self.transport.barrier(Meeting.LOCKSTEP_GATHER, group.index)
-        self.blocked.wait_s += self.transport.gather(self._param_windows[group.index], out, self.epoch)
+        self.blocked.wait_s += self._gather(group, out)
         self.control.beat()
         end = time.perf_counter()
         self.blocked.num_gathers += 1
         self.blocked.gather_s += end - start
         if self.recorder is not None:
             self.recorder.add("gather", start, end, group.index)
+
+    def _gather(self, group: ParamGroup, out: torch.Tensor) -> float:
+        window, experts = self._param_windows[group.index], self._experts[group.index]
+        if experts is None:
+            return self.transport.gather(window, out, self.epoch)
+        experts.note_pull()
+        return self.transport.gather_parts(window, out, experts.parts_to_pull(group), self.epoch)
 
     def _compare_with_published(self, group: ParamGroup, own: torch.Tensor) -> None:
         """Once a minibatch: what FSDP2 takes of this rank's shard is what other ranks take of it.
@@ -214,28 +228,59 @@ class OnDemandSharding(Sharding):
             if differs:
                 self._raise_changed(f"a parameter of {group.label}")
 
-    def push(self, group: ParamGroup, rows: torch.Tensor, offset: int) -> None:
-        """Add ``rows`` (``[W, k]``) into the owners' accumulators, from element ``offset`` of each shard."""
+    def push(
+        self,
+        group: ParamGroup,
+        rows: torch.Tensor,
+        entries: Sequence[ParamEntry],
+        chosen: frozenset[int] | None,
+    ) -> None:
+        """Add gradients into the owners' accumulators.
+
+        Args:
+            group: the group.
+            rows: ``[W, k]``: for each shard the gradients of ``entries``.
+            entries: trainable parameters that follow each other in the group.
+            chosen: in a group of experts those that have gradients.
+        """
         start = time.perf_counter()
         self.control.check()
-        offset += self._slot * group.grad_numel
-        self.blocked.wait_s += self.transport.scatter_add(self._accumulators[group.index], rows, offset)
+        window, experts = self._accumulators[group.index], self._experts[group.index]
+        slot = self._slot * group.grad_numel  # where this rank's begins
+        offset = slot + (entries[0].grad_offset or 0)
+        if experts is None or chosen is None:
+            self.blocked.wait_s += self.transport.scatter_add(window, rows, offset)
+        else:
+            parts = experts.parts_to_push(entries, chosen, slot)
+            self.blocked.wait_s += self.transport.scatter_add_parts(window, rows, parts, offset)
         self.control.beat()
         end = time.perf_counter()
         self.blocked.push_s += end - start
         if self.recorder is not None:
             self.recorder.add("push", start, end, group.index)
 
-    def enter_push(self, group: ParamGroup) -> None:
-        """Before the group's gradients are handed over; in lock-step all ranks meet."""
+    def enter_push(self, group: ParamGroup) -> frozenset[int] | None:
+        """Before the group's gradients are handed over; in lock-step all ranks meet.
+
+        Returns:
+            In a group of experts those that the gradients are for.
+        """
         self.check_counted()
         self.blocked.num_pushes += 1
         if self._lockstep:
             waited = self.transport.barrier(Meeting.LOCKSTEP_PUSH, group.index)
             self.blocked.wait_s += waited
             self.blocked.push_s += waited
+        experts = self._experts[group.index]
+        return None if experts is None else experts.take_unpushed()
 
     # -- at the boundary -------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        super().reshard()
+        for experts in self._experts:
+            if experts is not None:
+                experts.reset()
 
     def collect(self) -> torch.Tensor:
         self.add_up()
@@ -470,6 +515,7 @@ class _PushHook(PlainMemory, ReduceScatter):
         self._group = group
         self._used = used
         self._pending: torch.Tensor | None = None  # [W, k], what is not pushed yet
+        self._chosen: frozenset[int] | None = None  # experts that it is for
         self._done = 0  # elements of each row seen by the post-accumulate hooks
 
     def __call__(
@@ -485,10 +531,10 @@ class _PushHook(PlainMemory, ReduceScatter):
         if self._pending is not None:
             raise OdcError(f"FSDP2 reduces {self._group.label} before its last gradients were taken")
         rows = input_tensor.view(group.size(), output_tensor.numel())
-        self._sharding.enter_push(self._group)
+        self._chosen = self._sharding.enter_push(self._group)
         self._done = 0
         if rows.shape[1] == self._group.grad_numel:
-            self._sharding.push(self._group, rows, 0)
+            self._sharding.push(self._group, rows, self._group.trainable, self._chosen)
             self._used.fill_(1)
         else:
             self._pending = rows
@@ -503,7 +549,7 @@ class _PushHook(PlainMemory, ReduceScatter):
             self._done += entry.numel
             return
         segment = self._pending[:, self._done : self._done + entry.numel]
-        self._sharding.push(self._group, segment, entry.grad_offset)
+        self._sharding.push(self._group, segment, [entry], self._chosen)
         self._used[position] = 1
         self._done += entry.numel
         if self._done == self._pending.shape[1]:

@@ -12,8 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from odcengine.errors import ConfigError
+from odcengine.sharding.experts import expert_modules
 
 logger = logging.getLogger(__name__)
+
+
+def group_modules(model: nn.Module, wrap: str | Sequence[str], experts: str) -> list[nn.Module]:
+    """:func:`block_modules`, and the layers of experts where these are pulled apart from their blocks.
+
+    Args:
+        model: the model.
+        wrap: see :func:`block_modules`.
+        experts: ``all``: experts are pulled with their block; ``chosen``: only those that tokens chose.
+
+    Returns:
+        The modules in the order of ``model.modules()``.
+
+    Raises:
+        ConfigError: a class name is not in the model, or it has no experts that could be pulled apart.
+    """
+    found = set(block_modules(model, wrap))
+    if experts == "chosen":
+        found.update(expert_modules(model))
+    return [module for module in model.modules() if module in found]
 
 
 def block_modules(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[nn.Module]:

@@ -134,6 +134,10 @@ class Grid:
             yield (self.local + step) % self.node_size
 
 
+Range = tuple[int, int]
+"""First element in a row of a window, and the one after the last."""
+
+
 @dataclass
 class Traffic:
     """What this rank moved since the counters were last reset, in bytes and calls.
@@ -283,6 +287,54 @@ class Transport(abc.ABC):
         for peer in self.grid.visits():
             for node, row in enumerate(self.grid.shards):
                 waited += self.push_add(window, peer, node, source[row[peer]], offset)
+        return waited
+
+    def gather_parts(
+        self, window: Window, out: torch.Tensor, parts: Sequence[Sequence[Range]], epoch: int
+    ) -> float:
+        """:meth:`gather` of some elements of each shard; an owner of none of them is not waited for.
+
+        Args:
+            window: the window.
+            out: as for :meth:`gather`; what is in no range is left as it is.
+            parts: for each shard the ranges of its elements that are wanted.
+            epoch: epoch whose parameters are wanted.
+
+        Returns:
+            Seconds waited for other ranks, where the host waits; 0.0 else.
+        """
+        waited = 0.0
+        own = self.grid.shards[self.grid.node][self.grid.local]
+        for peer in self.grid.visits():
+            if any(parts[row[peer]] for row in self.grid.shards):
+                waited += self.wait_published(peer, epoch)
+            for node, row in enumerate(self.grid.shards):
+                if row[peer] != own:
+                    for start, stop in parts[row[peer]]:
+                        self.pull(window, peer, node, out[row[peer], start:stop], start)
+        return waited
+
+    def scatter_add_parts(
+        self, window: Window, source: torch.Tensor, parts: Sequence[Sequence[Range]], offset: int = 0
+    ) -> float:
+        """:meth:`scatter_add` of some elements of each row.
+
+        Args:
+            window: the window.
+            source: ``[W, k]`` with contiguous rows, any floating dtype; row r goes to shard r.
+            parts: for each shard the ranges of its elements that are added to. Their owners' flag B has been
+                waited for.
+            offset: element of each shard that the first of ``source`` belongs to.
+
+        Returns:
+            Seconds waited for other ranks, where the host waits; 0.0 else.
+        """
+        waited = 0.0
+        for peer in self.grid.visits():
+            for node, row in enumerate(self.grid.shards):
+                for start, stop in parts[row[peer]]:
+                    piece = source[row[peer], start - offset : stop - offset]
+                    waited += self.push_add(window, peer, node, piece, start)
         return waited
 
     @abc.abstractmethod
