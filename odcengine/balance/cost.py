@@ -137,17 +137,14 @@ class CostModel:
         intermediate_size = (
             getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden_size
         )
-        experts = getattr(config, "num_experts_per_tok", None)
-        if experts:
-            intermediate_size = experts * (
-                getattr(config, "moe_intermediate_size", None) or intermediate_size
-            )
+        if getattr(config, "num_experts_per_tok", None):
+            intermediate_size = _active_width(config, intermediate_size)
         return cls.from_shape(
             num_layers=config.num_hidden_layers,
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(config, "head_dim", None) or hidden_size // num_heads,
+            head_dim=_head_dim(config) or hidden_size // num_heads,
             intermediate_size=intermediate_size,
             vocab_size=config.vocab_size,
             gated=getattr(config, "model_type", "") not in _UNGATED_MODEL_TYPES,
@@ -186,3 +183,24 @@ class CostModel:
             vocab_size=152064,
             recompute=True,
         )
+
+
+def _active_width(config: Any, dense: int) -> int:
+    """Width of the feed-forward block that a token meets: mean over layers with experts and without."""
+    one: int = getattr(config, "moe_intermediate_size", None) or dense
+    shared: int = (getattr(config, "n_shared_experts", None) or 0) * one
+    shared = shared or getattr(config, "shared_expert_intermediate_size", None) or 0
+    active: int = config.num_experts_per_tok * one + shared
+    without: int = getattr(config, "first_k_dense_replace", None) or 0
+    without = without or len(getattr(config, "mlp_only_layers", None) or ())
+    layers: int = config.num_hidden_layers
+    return round((without * dense + (layers - without) * active) / layers)
+
+
+def _head_dim(config: Any) -> int | None:
+    """Width of a head, where the configuration has one for all layers."""
+    try:
+        found = getattr(config, "head_dim", None)
+    except Exception:  # transformers refuses to tell one where layers differ (Gemma 4)
+        return None
+    return found if isinstance(found, int) else None

@@ -20,6 +20,7 @@ from torch import nn
 
 from odcengine.data.batch import Segments
 from odcengine.models.packed import check_arguments, packed_attention
+from odcengine.models.scored_attention import changes_scores
 from odcengine.models.varlen import can_use_varlen, kernels_run_on, varlen_attention, varlen_kernels
 
 _KERNELS = varlen_kernels()
@@ -57,7 +58,8 @@ def compiled_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """:func:`~odcengine.models.packed_attention` of a packed row, while dynamo traces it."""
-    if odc_segments is not None and can_use_varlen(query, key, value, dropout):
+    whole = not changes_scores(kwargs) and can_use_varlen(query, key, value, dropout)
+    if odc_segments is not None and whole:
         # The row's length is not compared with the boundaries, which would make them part of the graph;
         # MicroBatch did that.
         check_arguments(module, query, key, attention_mask, is_causal, kwargs)

@@ -33,11 +33,21 @@ def check_lengths(model: nn.Module, longest: int, *, shared_rows: bool = True) -
 def _limits(model: nn.Module, shared_rows: bool) -> list[tuple[int, str]]:
     """Limits of tokens in a sample, each with its reason."""
     found = []
-    for part in _transformers_modules(model):
+    parts = _transformers_modules(model)
+    # Of a model that also sees or hears: those towers have positions of patches, not of tokens.
+    others = {
+        id(module)
+        for part in parts
+        if not hasattr(part.config.get_text_config(), "vocab_size")
+        for module in part.modules()
+    }
+    for part in parts:
         config = part.config
         most = getattr(config, "max_position_embeddings", None)
         for name, module in part.named_modules():
             leaf = name.rpartition(".")[2]
+            if id(module) in others:
+                continue
             if isinstance(module, nn.Embedding) and ("position" in leaf or leaf == "wpe"):
                 rows = module.num_embeddings  # some keep a few rows for padding
                 limit = most if isinstance(most, int) and most <= rows else rows

@@ -86,6 +86,9 @@ def load_model(
             )
         if unused := sorted(info["unexpected_keys"]):
             logger.warning("%s: %d tensors have no place, for example %s", where, len(unused), unused[0])
+    if kind == torch.float64:  # transformers keeps some parameters (routers) in float32
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
     if tokenizer is not None:
         check_tokenizer(model, tokenizer)
     if gradient_checkpointing:
@@ -231,7 +234,7 @@ def _read(transformers: Any, source: str | os.PathLike[str] | Mapping[str, Any])
     where = f"model: {_show(source)}"
     read = transformers.AutoConfig.from_pretrained
     if isinstance(source, Mapping):
-        return _config_from(transformers, dict(source)), None
+        return _config_from(transformers, _with_lists(source)), None
     try:
         path = Path(source).expanduser()
     except RuntimeError as error:  # ~somebody
@@ -278,6 +281,13 @@ def _folder_of(path: str) -> Path | None:
     except Exception as error:  # no network, no such files: load_model says what is wrong
         logger.info("model: %s: its safetensors are not at hand: %s", path, _first_line(error))
         return None
+
+
+def _with_lists(value: Any) -> Any:
+    """A copy with lists for tuples: configurations are kept unchangeable, transformers takes lists only."""
+    if isinstance(value, Mapping):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _config_from(transformers: Any, values: dict[str, Any]) -> Any:

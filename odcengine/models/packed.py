@@ -3,7 +3,8 @@
 transformers lets attention functions be registered by name. The one registered here receives the boundaries
 that :meth:`odcengine.data.MicroBatch.model_inputs` passes to the model. On a GPU in 16 bits one launch of
 FlashAttention does all samples (``varlen.py``), elsewhere ``scaled_dot_product_attention`` does them one by
-one (``sample_attention.py``): no mask of the whole row is ever built, and the work is the sum of the samples'
+one (``sample_attention.py``), and attention that changes its scores is computed block by block
+(``scored_attention.py``): no mask of the whole row is ever built, and the work is the sum of the samples'
 own. A call without boundaries (evaluation, generation, padded batches) gets transformers' own ``sdpa``
 attention and masks.
 
@@ -31,6 +32,7 @@ from odcengine.errors import UsageError
 from odcengine.models._probe import PROBE_SAMPLES, evaluating
 from odcengine.models.head import prepare_loss
 from odcengine.models.sample_attention import sample_by_sample
+from odcengine.models.scored_attention import changes_scores, scored_attention
 from odcengine.models.varlen import can_use_varlen, varlen_attention
 
 PACKED_ATTENTION = "odc_packed"
@@ -41,7 +43,7 @@ _PACKED_ROWS = "odc_packed_rows"
 # Layer kinds whose only trace of other tokens is attention with a mask known here.
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Arguments that change attention in ways that the packed path does not compute.
-_REFUSED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+_REFUSED_ARGUMENTS = ("sinks", "position_bias", "head_mask")
 
 
 def packed_attention(
@@ -82,6 +84,18 @@ def packed_attention(
         UsageError: a call that this function cannot compute exactly.
     """
     if cu_seq_lens_q is None:
+        if changes_scores(kwargs):
+            return scored_attention(
+                query,
+                key,
+                value,
+                attention_mask=attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                softcap=kwargs.get("softcap"),
+                s_aux=kwargs.get("s_aux"),
+            ), None
         if attention_mask is None and sliding_window is not None and query.shape[2] > sliding_window:
             # transformers' attention would want a mask of the whole row here, and _packed_mask makes none.
             whole = Segments((0, query.shape[2]))
@@ -130,6 +144,18 @@ def packed_attention(
             f"{type(module).__name__}: boundaries run from {boundaries[0]} to {boundaries[-1]}, but the row "
             f"from 0 to {query.shape[2]}"
         )
+    if changes_scores(kwargs):
+        return scored_attention(
+            query,
+            key,
+            value,
+            segments=segments,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=kwargs.get("softcap"),
+            s_aux=kwargs.get("s_aux"),
+        ), None
     if can_use_varlen(query, key, value, dropout):
         window = sliding_window if sliding_window is not None and segments.longest > sliding_window else None
         return varlen_attention(
@@ -417,7 +443,8 @@ def _check_config(config: Any) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if unknown:
         raise UsageError(
-            f"{name} has layers of type {', '.join(unknown)}, which see over boundaries of packed samples"
+            f"{name} has layers of type {', '.join(unknown)}, which do not stop at boundaries of packed "
+            "samples"
         )
     if getattr(config, "is_causal", True) is False or getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{name} is not of a causal language model; attention of packed rows is causal")

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_ranks, values
+from engine.toy import assemble, shard, worst_error
 from torch import nn
 
 import odcengine
-from engine.toy import assemble, shard, worst_error
 from odcengine.models import load_model
 from odcengine.sharding.layout import PlainMemory
 
