@@ -2,12 +2,11 @@
 
     python benchmarks/experts.py --ranks 2 --experts 64 --chosen 4 --tokens 8,64,512
 
-Two engines with the same Qwen3-MoE shape and random weights, odc.experts: all and chosen, take turns minibatch
-by minibatch on the same random tokens; one warm-up round. Random tokens and an untrained router choose almost
-evenly, which is the worst case: trained routers choose less evenly. Printed for each length of micro-batch:
-bytes that a rank pulled and pushed in a minibatch, seconds of a minibatch (median, and range of the ratio
-within a round), and the same bytes and seconds for the forward of a single token without gradients, as in
-generation.
+Two engines with the same Qwen3-MoE shape and random weights, odc.experts: all and chosen, take turns
+minibatch by minibatch on the same random tokens, in the other order each time, after one warm-up round.
+Printed for each length of micro-batch: bytes that rank 0 pulled and pushed in a minibatch and milliseconds
+that it took (medians), and the ratio of times (median and range over rounds); the same for the forward of a
+single token without gradients, as in generation.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ _RULES = """\
 ## Values that exclude each other
 - `odc.transport: collective` and `odc.lockstep: true` need equally many micro-batches on every rank:
   `balance.strategy` is `lb_micro` by default then, and `lb_mini` is refused.
-- `odc.lockstep: true`, `odc.sharding: hybrid` and `odc.node_size` need a one-sided transport, not
-  `collective`.
+- `odc.lockstep: true`, `odc.sharding: hybrid`, `odc.node_size` and `odc.experts: chosen` need a one-sided
+  transport, not `collective`.
 - `model.path` and `model.config` both say what the model is.
 - `model.lora.path` brings its own settings: no other key of `model.lora` goes with it.
 - `odc.node_size` has no use with `odc.sharding: full`.

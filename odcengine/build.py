@@ -49,7 +49,7 @@ from odcengine.rollouts.balance import Balancer
 from odcengine.rollouts.reference import Reference, ReferenceSource
 from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
-from odcengine.sharding.layout import find_groups
+from odcengine.sharding.layout import find_groups, padding_notice
 from odcengine.sharding.on_demand import OnDemandSharding, plan_windows, slots_of
 from odcengine.sharding.wrap import block_modules, check_model, group_modules, shard_model
 from odcengine.start import Job, equalize_weights, join, make_transport
@@ -398,6 +398,9 @@ def _shard(
     else:
         parameters = [{"params": [p for p in sharded.values() if p.requires_grad]}]
     groups = find_groups(model, param_dtype)
+    notice = padding_notice(groups, topology.world_size)
+    if notice is not None and topology.rank == 0:
+        logger.warning("model: %s", notice)
     both: nn.Module = model
     if frozen is not None:
         _shard_reference(frozen, mesh, param_dtype, config, job)

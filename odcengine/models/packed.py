@@ -17,6 +17,7 @@ alone.
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from odcengine.models.head import prepare_loss
 from odcengine.models.sample_attention import sample_by_sample
 from odcengine.models.scored_attention import changes_scores, scored_attention
 from odcengine.models.varlen import can_use_varlen, varlen_attention
+
+logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "odc_packed"
 """The name under which the attention is registered with transformers."""
@@ -309,6 +312,12 @@ def prepare_model(model: nn.Module, *, probe: bool | None = None) -> nn.Module:
             raise
     if has_weights:
         prepare_loss(model)
+    if any(getattr(part.config, "output_router_logits", False) for part in parts):
+        logger.warning(
+            "%s: output_router_logits has no effect: the auxiliary loss of a mixture is not added, since it "
+            "would depend on how samples are cut into micro-batches",
+            type(model).__name__,
+        )
     return model
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "PlainMemory",
     "ReduceScatter",
     "find_groups",
+    "padding_notice",
     "prove_layout",
     "without_dynamo",
     "write_shard",
@@ -141,6 +142,31 @@ def find_groups(
             offset += numel * dtype.itemsize
         groups.append(ParamGroup(len(groups), module_name, module, entries, offset))
     return groups
+
+
+def padding_notice(groups: Sequence[ParamGroup], world_size: int) -> str | None:
+    """What to tell of a model whose windows are padding for a large part.
+
+    FSDP2 cuts parameters along the first dimension, into parts of equal size.
+
+    Args:
+        groups: all groups of the model.
+        world_size: number of shards.
+
+    Returns:
+        One sentence, or None where padding is less than a quarter.
+    """
+    whole = sum(entry.param.numel() for group in groups for entry in group.entries)
+    padded = {entry.name: entry.numel * world_size for group in groups for entry in group.entries}
+    if sum(padded.values()) <= 1.25 * whole:
+        return None
+    sizes = {entry.name: entry.param.numel() for group in groups for entry in group.entries}
+    worst = max(padded, key=lambda name: padded[name] - sizes[name])
+    shape = next(list(e.param.shape) for group in groups for e in group.entries if e.name == worst)
+    return (
+        f"with padding its shards have {sum(padded.values()) / whole:.2f} times its parameters: {worst} of "
+        f"shape {shape} is cut along its first dimension into {world_size} parts of equal size"
+    )
 
 
 def _as_dtensor(param: torch.Tensor, name: str) -> DTensor:

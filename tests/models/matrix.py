@@ -30,6 +30,7 @@ from odcengine.errors import ConfigError, UsageError
 from odcengine.losses import causal_lm_loss_sum
 from odcengine.losses.fused_head import fuses_loss, mark_fused
 from odcengine.models import load_model, prepare_model
+from odcengine.sharding.wrap import block_modules
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 SEED = 3
@@ -87,7 +88,7 @@ def _config_of(family: Family) -> dict[str, Any]:
 
 
 def train(rank: int, world_size: int, names: list[str], folder: str) -> dict[str, Any]:
-    return {name: _train(FAMILIES[name], Path(folder) / name.replace("/", " ")) for name in names}
+    return {name: _train(FAMILIES[name], Path(folder) / name) for name in names}
 
 
 def _train(family: Family, out: Path) -> dict[str, Any]:
@@ -247,13 +248,34 @@ def _is_tied(model: Any) -> bool:
 
 def measure(names: list[str]) -> tuple[dict[str, Row], list[list[list[int]]]]:
     """Rows of families, and the micro-batches of each rank, family and minibatch."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = values(run_ranks(train, 2, names, folder, timeout_s=50.0 + 10 * len(names)))
-        rows = {
-            name: measure_family(FAMILIES[name], [rank[name] for rank in ranks], Path(folder) / name)
-            for name in names
-        }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small only wait for threads
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = values(run_ranks(train, 2, names, folder, timeout_s=50.0 + 10 * len(names)))
+            rows = {
+                name: measure_family(FAMILIES[name], [rank[name] for rank in ranks], Path(folder) / name)
+                for name in names
+            }
+    finally:
+        torch.set_num_threads(threads)
     return rows, [[rank[name]["counts"] for name in names] for rank in ranks]
+
+
+def compiled_error(family: Family, backend: str) -> float:
+    """Gradients of two packed rows through compiled blocks against those without, in one process."""
+    from odcengine.models.compiled import compile_blocks  # imports dynamo
+
+    gradients = []
+    for compiled in (False, True):
+        model = prepare_model(make(family))
+        if compiled:
+            torch._dynamo.reset()
+            compile_blocks(block_modules(model), backend=backend)
+        for part in (slice(0, 3), slice(3, 5)):
+            torch.autograd.backward(causal_lm_loss_sum(model, pack_samples(samples()[part])))
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return gradient_error(dict(gradients[1]), gradients[0])
 
 
 def message_of(refused: Refused) -> str | None:
@@ -281,6 +303,7 @@ def line_of(name: str, row: Row) -> str:
         _yes(row.checkpointed),
         "yes" if row.tied else "own head",
         "in the head" if row.fused else "all logits",
+        "yes" if FAMILIES[name].compiles else "**no**",
         _yes(row.exported),
         "yes" if abs(row.cost - 1) < 0.05 else f"{row.cost:.0%}",
     ]
@@ -288,8 +311,8 @@ def line_of(name: str, row: Row) -> str:
 
 
 HEADER = (
-    "| family | `model_type` | packing exact | gradient | checkpointing | tied | loss | export | cost |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| family | `model_type` | packing | gradient | checkpointing | tied | loss | compile | export | cost |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

@@ -329,12 +329,6 @@ def test_sliding_window_against_a_mask(kv_heads: int, length: int) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_softcap_is_refused() -> None:
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SHAPE, head_dim=8))
-    with pytest.raises(UsageError, match="Gemma2Attention: attention with softcap is not supported"):
-        prepare_model(model, probe=True)
-
-
 def test_calls_that_are_not_packed_rows() -> None:
     model = make_model(llama)
     inputs = make_batch().model_inputs()

@@ -164,10 +164,9 @@ def test_wrong_calls_are_refused_here_too() -> None:
     boundaries = torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(UsageError, match="from 0 to 8, but the row from 0 to 9"):
         packed_attention(nn.Module(), *inputs, None, cu_seq_lens_q=boundaries)
-    with pytest.raises(UsageError, match="softcap is not supported"):
-        packed_attention(
-            nn.Module(), *inputs, None, cu_seq_lens_q=torch.tensor([0, 9], dtype=torch.int32), softcap=5.0
-        )
+    whole = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(UsageError, match="head_mask is not supported"):
+        packed_attention(nn.Module(), *inputs, None, cu_seq_lens_q=whole, head_mask=torch.ones(4))
 
 
 def test_not_on_a_cpu() -> None:
