@@ -35,7 +35,7 @@ from odcengine.sharding.wrap import block_modules
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 SEED = 3
 # Two minibatches of five samples. Rank 0 gets the longest alone, rank 1 the others, in two micro-batches.
-LENGTHS = (9, 3, 2, 3, 1) * 2
+LENGTHS = (9, 4, 3, 3, 1) * 2
 SAMPLES_A_STEP = 5
 LONGEST = 9
 # transformers computes norms and softmax in float32 also of float64 models.
