@@ -34,7 +34,7 @@ from odcengine.sharding.wrap import block_modules
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 SEED = 3
-# Two minibatches of five samples. One rank gets the longest, the other those that are left, in two micro-batches.
+# Two minibatches of five samples. One rank gets the longest, the other the rest in two micro-batches.
 LENGTHS = (9, 4, 3, 2, 1) * 2
 SAMPLES_A_STEP = 5
 LONGEST = 9
@@ -98,7 +98,7 @@ def _train(family: Family, out: Path) -> dict[str, Any]:
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "data": {"shuffle": False},
         "balance": {"strategy": "lb_mini", "max_tokens_per_micro_batch": LONGEST},
-        "odc": {"timeout_s": 60, "startup_timeout_s": 60},
+        "odc": {"timeout_s": 100, "startup_timeout_s": 100},
         "model": {"config": _config_of(family), "dtype": "float64"},
     }
     engine, optimizer, loader, _ = odcengine.initialize(config=config, training_data=samples())

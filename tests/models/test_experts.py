@@ -76,7 +76,7 @@ def _train_case(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]
     config = {
         "train_batch_size": "auto",
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 30, "experts": "chosen", **options.get("odc", {})},
+        "odc": {"timeout_s": 100, "startup_timeout_s": 100, "experts": "chosen", **options.get("odc", {})},
     }
     engine, optimizer, _, _ = odcengine.initialize(model=model, config=config)
     gradients: list[dict[str, torch.Tensor]] = []
@@ -156,7 +156,7 @@ def errors(results: list[dict[str, Any]], right: dict[str, Any]) -> tuple[float,
 
 def test_gradients_are_those_of_one_process() -> None:
     """With memory in which whatever was not pulled is NaN."""
-    ranks = values(run_ranks(_train, 2, list(CASES.values())))
+    ranks = values(run_ranks(_train, 2, list(CASES.values()), timeout_s=300))
     results = dict(zip(CASES, zip(*ranks, strict=True), strict=True))
     for name, (kind, options) in CASES.items():
         right = reference(kind, options)
@@ -187,7 +187,7 @@ def check_traffic(whole: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> 
 def test_three_ranks() -> None:
     """5 experts, of which the third rank owns one, and runs no micro-batch."""
     case = ("mixtral", {"checkpointing": True})
-    ranks = values(run_ranks(_train, 3, [case]))
+    ranks = values(run_ranks(_train, 3, [case], timeout_s=120))
     gradient, weights = errors([rank[0] for rank in ranks], reference(*case))
     assert gradient < 2e-6
     assert weights < 2e-6
