@@ -33,7 +33,6 @@ from odcengine.config import load_config
 from odcengine.data import MicroBatch
 from odcengine.errors import ConfigError
 from odcengine.losses import GrpoLoss, group_advantages
-from odcengine.models import load_model
 from odcengine.topology import read_rank_info
 
 logger = logging.getLogger("grpo")
@@ -43,13 +42,13 @@ def main() -> None:
     arguments = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     config = load_config(arguments.config or read_rank_info().config_file or "configs/grpo_cpu.yaml")
-    source = arguments.model or config.model.path or config.model.config
+    if arguments.model is not None:
+        config = load_config({**config.resolved(), "model": {"path": arguments.model}})
+    source = config.model.path or config.model.config
     if source is None:
         raise ConfigError("no model: give --model DIRECTORY, or model.config in the configuration")
     tokenizer = make_tokenizer(source)
-    engine, optimizer, _, _ = odcengine.initialize(
-        config=config, model=load_model(source) if arguments.model else None, reference=source
-    )
+    engine, optimizer, _, _ = odcengine.initialize(config=config, reference=source)
     rank, world_size = engine.topology.rank, engine.topology.world_size
     torch.manual_seed(config.seed + rank)  # ranks sample different answers
     dice = random.Random(f"{config.seed}-{rank}")
@@ -64,10 +63,7 @@ def main() -> None:
         log = RewardLog(arguments.out, rank)
         sampler = make_sampler(engine, tokenizer, arguments)
         groups = offline_groups(arguments.rollouts, tokenizer, rank, world_size)
-        per_rank = -(
-            -engine.config.resolve_batch(world_size).train_batch_size * arguments.updates // world_size
-        )
-        num_groups = max(1, per_rank // arguments.group_size)
+        num_groups = max(1, samples_a_rank(engine) * arguments.updates // arguments.group_size)
         for iteration in range(arguments.iterations):
             if groups is None:
                 prompts = [make_problem(dice, arguments.largest).prompt for _ in range(num_groups)]
@@ -92,15 +88,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--config", type=Path, help="configuration (default: that of odc-launch)")
     add("--model", help="directory or name of a model (default: the configuration's)")
     add("--out", type=Path, help="folder for rewards.jsonl and reward.png")
-    add("--sft-steps", type=int, default=300, help="steps of the supervised warm start (default 300)")
-    add("--iterations", type=int, default=200, help="rounds of sampling (default 200)")
-    add("--updates", type=int, default=2, help="optimizer steps a round (default 2)")
+    add("--sft-steps", type=int, default=80, help="steps of the supervised warm start (default 80)")
+    add("--iterations", type=int, default=80, help="rounds of sampling (default 80)")
+    add("--updates", type=int, default=4, help="optimizer steps a round (default 4)")
     add("--group-size", type=int, default=8, help="answers to a prompt (default 8)")
-    add("--rl-lr", type=float, default=5e-4, help="learning rate of the updates (default 5e-4)")
+    add("--rl-lr", type=float, default=1e-3, help="learning rate of the updates (default 1e-3)")
     add("--kl-coef", type=float, default=0.01, help="weight of the divergence from the warm start")
     add("--temperature", type=float, default=1.0, help="of sampling (default 1)")
     add("--max-tokens", type=int, default=5, help="longest answer in tokens (default 5)")
-    add("--largest", type=int, default=19, help="largest number in a problem (default 19)")
+    add("--largest", type=int, default=9, help="largest number in a problem (default 9)")
     add("--sampler", choices=("generate", "vllm"), default="generate", help="who samples")
     add("--rollouts", type=Path, nargs="+", help="JSONL files with answers, instead of sampling")
     add("--write-rollouts", type=Path, help="JSONL file for the sampled answers, .rankN in its name")
@@ -125,17 +121,19 @@ def make_sampler(engine: OdcEngine, tokenizer: Any, arguments: argparse.Namespac
     return VllmSampler(engine, tokenizer, arguments.model, **limits)
 
 
+def samples_a_rank(engine: OdcEngine) -> int:
+    """Of one optimizer step, before they are balanced."""
+    world_size = engine.topology.world_size
+    return -(-engine.config.resolve_batch(world_size).train_batch_size // world_size)
+
+
 # ---- the warm start ------------------------------------------------------------------------------------
 
 
 def warm_up(engine: OdcEngine, tokenizer: Any, dice: random.Random, arguments: argparse.Namespace) -> float:
     """One step of supervised learning on solved problems."""
     samples = []
-    share = -(
-        -engine.config.resolve_batch(engine.topology.world_size).train_batch_size
-        // engine.topology.world_size
-    )
-    for _ in range(share):
+    for _ in range(samples_a_rank(engine)):
         problem = make_problem(dice, arguments.largest)
         prompt, answer = tokenizer.encode(problem.prompt), tokenizer.encode(problem.answer)
         answer = [*answer, tokenizer.eos_token_id]
