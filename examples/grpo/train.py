@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from arithmetic import Characters, make_problem, reward_of
 from rollouts import GenerateSampler, Rollout, Sampler, VllmSampler, read_groups, write_rollouts
 
@@ -74,7 +73,7 @@ def main() -> None:
             if arguments.write_rollouts is not None:
                 path = arguments.write_rollouts
                 write_rollouts(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"), found)
-            reward, accuracy, count = mean_rewards(found)
+            reward, accuracy, count = mean_rewards(engine, found)
             if not count:
                 break  # the files are at their end on all ranks
             metrics = update(engine, found, arguments)
@@ -88,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--config", type=Path, help="configuration (default: that of odc-launch)")
     add("--model", help="directory or name of a model (default: the configuration's)")
     add("--out", type=Path, help="folder for rewards.jsonl and reward.png")
-    add("--sft-steps", type=int, default=80, help="steps of the supervised warm start (default 80)")
+    add("--sft-steps", type=int, default=30, help="steps of the supervised warm start (default 30)")
     add("--iterations", type=int, default=80, help="rounds of sampling (default 80)")
     add("--updates", type=int, default=4, help="optimizer steps a round (default 4)")
     add("--group-size", type=int, default=8, help="answers to a prompt (default 8)")
@@ -96,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--kl-coef", type=float, default=0.01, help="weight of the divergence from the warm start")
     add("--temperature", type=float, default=1.0, help="of sampling (default 1)")
     add("--max-tokens", type=int, default=5, help="longest answer in tokens (default 5)")
-    add("--largest", type=int, default=9, help="largest number in a problem (default 9)")
+    add("--largest", type=int, default=5, help="largest number in a problem (default 5)")
     add("--sampler", choices=("generate", "vllm"), default="generate", help="who samples")
     add("--rollouts", type=Path, nargs="+", help="JSONL files with answers, instead of sampling")
     add("--write-rollouts", type=Path, help="JSONL file for the sampled answers, .rankN in its name")
@@ -196,15 +195,14 @@ def with_reward(rollout: Rollout) -> Rollout:
     return rollout._replace(reward=reward_of(rollout.prompt, rollout.completion))
 
 
-def mean_rewards(rollouts: list[Rollout]) -> tuple[float, float, int]:
+def mean_rewards(engine: OdcEngine, rollouts: list[Rollout]) -> tuple[float, float, int]:
     """Mean reward and share of right answers over all ranks, and the number of rollouts."""
     rewards = [rollout.reward for rollout in rollouts]
-    sums = torch.tensor(
-        [sum(rewards), sum(reward == 1 for reward in rewards), len(rewards)], dtype=torch.float64
+    sums = engine.sum_over_ranks(
+        {"reward": sum(rewards), "right": sum(reward == 1 for reward in rewards), "count": len(rewards)}
     )
-    dist.all_reduce(sums)
-    total, right, count = sums.tolist()
-    return total / max(count, 1), right / max(count, 1), int(count)
+    count = max(sums["count"], 1)
+    return sums["reward"] / count, sums["right"] / count, int(sums["count"])
 
 
 def offline_groups(
