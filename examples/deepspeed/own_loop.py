@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import deepspeed
 import torch.distributed as dist
-from workload import Shares, arguments, loss_sum, make_model
+from workload import Shares, arguments, loss_sum, make_model, without_extension
 
 import odcengine
 
 
 def main() -> None:
     options = arguments(__doc__ or "", "configs/deepspeed/own_loop.json")
+    without_extension()
     deepspeed.init_distributed()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model(options.model)

@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+import deepspeed
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
@@ -27,6 +28,12 @@ def arguments(description: str, config: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def without_extension() -> None:
+    """Where there is no GPU: keep DeepSpeed from compiling, for a minute, what serves inference only."""
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def accelerate_on_cpus() -> bool:
     """Let Accelerate use DeepSpeed where there is no GPU, to try it out; returns whether there is none.
 
@@ -35,6 +42,7 @@ def accelerate_on_cpus() -> bool:
     os.environ.setdefault("ACCELERATE_USE_DEEPSPEED", "true")  # as `accelerate launch` does
     if torch.cuda.is_available():
         return False
+    without_extension()
     PartialState(backend="gloo")
     return True
 

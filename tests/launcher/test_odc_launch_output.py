@@ -92,7 +92,7 @@ def test_screen_never_blocks_and_gives_back_pressure_for_a_while() -> None:
     started = time.monotonic()
     while not is_full(screen):
         screen.write(b"x" * 9999 + b"\n")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # nobody reads: a write that blocks would do so for ever
     screen._moved_at -= 11  # nobody has read for longer than its patience
     assert not is_full(screen)
     screen.write(b"dropped\n")

@@ -139,30 +139,47 @@ def _trainer(rank: int, world_size: int, path: str, folder: str) -> list[tuple[f
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_accelerate(tmp_path: Path) -> None:
-    path = prepare(tmp_path)
-    ranks = values(run_ranks(_accelerate, 2, path, env=ENV, timeout_s=100))
-    model = load(path)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+def _both(rank: int, world_size: int, path: str, folder: str) -> dict[str, list[tuple[float, float]]]:
+    """One after the other in the same processes."""
+    from accelerate.state import AcceleratorState
+
+    trainer = _trainer(rank, world_size, path, folder)
+    AcceleratorState._reset_state()  # else it refuses another plugin
+    return {"trainer": trainer, "accelerate": _accelerate(rank, world_size, path)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return prepare(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def attached(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return values(run_ranks(_both, 2, model, str(tmp_path_factory.mktemp("two")), env=ENV, timeout_s=200))
+
+
+def test_accelerate(attached: list[dict[str, Any]], model: str) -> None:
+    ranks = [rank["accelerate"] for rank in attached]
+    alone = load(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=LR)
     for step in range(STEPS):
         minibatch = samples()[step * BATCH : (step + 1) * BATCH]
         count = sum(len(sample["labels"]) - 1 for sample in minibatch)
-        loss = sum(loss_sum(model, sample) for sample in minibatch) / count
+        loss = sum(loss_sum(alone, sample) for sample in minibatch) / count
         optimizer.zero_grad()
         loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0))
         optimizer.step()
         assert ranks[0][step][0] + ranks[1][step][0] == pytest.approx(loss.item(), rel=1e-5)
         assert ranks[0][step][1] == ranks[1][step][1] == pytest.approx(norm, rel=1e-4)
 
 
-def test_trainer(tmp_path: Path) -> None:
-    path = prepare(tmp_path)
-    attached = values(run_ranks(_trainer, 2, path, str(tmp_path / "two"), env=ENV, timeout_s=100))
-    (alone,) = values(run_ranks(_trainer, 1, path, str(tmp_path / "one"), env=ENV, timeout_s=100))
+def test_trainer(attached: list[dict[str, Any]], model: str, tmp_path: Path) -> None:
+    first, second = (rank["trainer"] for rank in attached)
+    (alone,) = values(run_ranks(_trainer, 1, model, str(tmp_path), env=ENV, timeout_s=100))
     assert len(alone) == STEPS
-    assert attached[0] == attached[1]
-    for (loss, norm), (right_loss, right_norm) in zip(attached[0], alone, strict=True):
+    assert first == second
+    for (loss, norm), (right_loss, right_norm) in zip(first, alone, strict=True):
         assert loss == pytest.approx(right_loss, rel=1e-4)
         assert norm == pytest.approx(right_norm, rel=1e-4)
 
