@@ -194,6 +194,14 @@ def test_mpi_on_one_host_needs_no_address_and_on_several_does() -> None:
 # -- contradictions ----------------------------------------------------------------------------------------
 
 
+def test_contradictions_say_how_to_unset_either_side() -> None:
+    left_over = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "1"}
+    with pytest.raises(ConfigError) as caught:
+        read_rank_info({**left_over, **step})
+    assert "(env -u RANK -u WORLD_SIZE, or env -u SLURM_PROCID -u SLURM_STEP_NUM_TASKS)" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("env", "parts"),
     [

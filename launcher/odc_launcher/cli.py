@@ -73,6 +73,13 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
     from odc_launcher import job, step
     from odc_launcher import plan as planning
 
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working folder of this shell is gone ({error.strerror}); ranks would start in it: change "
+            "to another one (cd)"
+        ) from error
     is_module = target[0] == "-m"
     name, *args = target[1:] if is_module else target
     problems = _module_problems(name) if is_module else _script_problems(name)

@@ -273,7 +273,8 @@ def make_plan(
     warnings += made.warnings
     if request.config_path is not None:
         env["ODC_CONFIG"] = os.path.join(machine.cwd, request.config_path)
-    threads, threads_from = environ.get("OMP_NUM_THREADS"), "your environment"
+    # An empty one is none for OpenMP: every rank would take all cores.
+    threads, threads_from = environ.get("OMP_NUM_THREADS") or None, "your environment"
     if "OMP_NUM_THREADS" in env:
         threads, threads_from = env["OMP_NUM_THREADS"], "launch.env"
     if threads is None:

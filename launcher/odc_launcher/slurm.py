@@ -68,7 +68,10 @@ def allocation_shape(environ: Mapping[str, str], nproc: int | None, nproc_from: 
             "what is left over from another job"
         )
     if num_nodes < 1:
-        raise ConfigError("SLURM_JOB_ID is set but neither SLURM_JOB_NODELIST nor SLURM_NNODES names nodes")
+        raise ConfigError(
+            "SLURM_JOB_ID is set but neither SLURM_JOB_NODELIST nor SLURM_NNODES names nodes, as sbatch and "
+            "salloc do; outside of a job unset it, or say --launcher local"
+        )
 
     num_tasks, tasks, source = _asked_tasks(environ, num_nodes)
     hostfile = environ.get("SLURM_HOSTFILE")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -50,6 +51,19 @@ def test_launcher_imports_no_torch_and_no_pydantic(launcher: Launcher, words: li
     imported = {line.rpartition(b"|")[2].strip() for line in done.stderr.splitlines()}
     assert b"odc_launcher.cli" in imported
     assert not {name for name in imported if name.split(b".")[0] in (b"torch", b"numpy", b"pydantic")}
+
+
+def test_working_folder_that_is_gone(launcher: Launcher) -> None:
+    launcher.write("")
+    gone = launcher.folder / "gone"
+    gone.mkdir()
+    words = map(shlex.quote, (sys.executable, "-m", "odc_launcher", str(launcher.script)))
+    command = f'rmdir "{gone}"; exec {" ".join(words)}'
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=gone, env=launcher.env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("odc-launch: error: the working folder of this shell is gone")
 
 
 def test_missing_files_are_named_all_at_once(launcher: Launcher) -> None:

@@ -106,6 +106,10 @@ def test_threads_of_the_user_are_kept() -> None:
     assert "OMP_NUM_THREADS=3 (your environment)" in plan.summary
 
 
+def test_no_number_of_threads_is_not_a_choice_of_the_user() -> None:
+    assert make_plan(REQUEST, {"OMP_NUM_THREADS": ""}, MACHINE).ranks[0].env["OMP_NUM_THREADS"] != ""
+
+
 def test_launch_inside_a_rank() -> None:
     (problem,) = problems(REQUEST, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"})
     assert "RANK=3" in problem
