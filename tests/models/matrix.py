@@ -10,6 +10,7 @@ other; once more with gradient checkpointing; and the weights are exported and l
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -324,8 +325,9 @@ def tables(rows: dict[str, Row]) -> str:
 
 
 def tables_of_page(page: str) -> str:
-    start = page.index("| family | `model_type` |")
-    return page[start:]
+    """The lines of the page from the first table's on, as long as they are a table's or empty."""
+    lines = page[page.index("| family | `model_type` |") :].splitlines(keepends=True)
+    return "".join(itertools.takewhile(lambda line: line[:1] in ("|", "\n"), lines)).rstrip("\n") + "\n"
 
 
 def main() -> None:

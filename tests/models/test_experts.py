@@ -17,6 +17,7 @@ from odcengine.sharding.layout import PlainMemory
 from odcengine.sharding.wrap import group_modules
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(600)
 
 VOCAB, EXPERTS = 64, 8
 SHAPE: dict[str, Any] = {
@@ -85,11 +86,12 @@ def _train_case(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]
             {n: shard(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
         )
     )
+    device = next(engine.parameters()).device
     traffic, losses = [], []
     for step in range(STEPS):
         before = (engine.transport.traffic.pulled_bytes, engine.transport.traffic.pushed_bytes)
         count = len(LENGTHS[rank]) if rank < len(LENGTHS) else 0
-        rows = [tokens(step, rank, number) for number in range(count)]
+        rows = [tokens(step, rank, number).to(device) for number in range(count)]
         if options.get("evaluate"):
             with torch.no_grad():
                 engine(input_ids=rows[0], use_cache=False)
@@ -103,7 +105,7 @@ def _train_case(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]
                 engine.backward(loss, count=row.numel())
         elif options.get("order") == "together":
             made = [loss_of(engine, row) for row in rows]
-            engine.backward(sum(made, torch.zeros(())), count=sum(row.numel() for row in rows))
+            engine.backward(torch.stack(made).sum(), count=sum(row.numel() for row in rows))
         else:
             for row in rows:
                 engine.backward(loss_of(engine, row), count=row.numel())
@@ -170,6 +172,23 @@ def test_gradients_are_those_of_one_process() -> None:
     # An expert that no token of the minibatch chose has a gradient, of zeros, as in one process.
     first = reference(*CASES["plain"])["gradients"][0]["model.layers.0.mlp.experts.down_proj"]
     assert any(not bool(expert.any()) for expert in first)
+    check_traffic(list(results["all"]), list(results["plain"]))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus() -> None:
+    """float64 through transformers' loop, and float32 through grouped products."""
+    cases = {
+        name: CASES[name] for name in ("all", "plain", "grouped", "checkpointing", "first forward first")
+    }
+    ranks = values(run_ranks(_train, 2, list(cases.values()), timeout_s=300, gpus=True))
+    results = dict(zip(cases, zip(*ranks, strict=True), strict=True))
+    for name, (kind, options) in cases.items():
+        gradient, weights = errors(list(results[name]), reference(kind, options))
+        allowed = 1e-2 if options.get("implementation") == "grouped_mm" else 2e-6  # TF32, perhaps
+        assert gradient < allowed, name
+        assert weights < allowed, name
     check_traffic(list(results["all"]), list(results["plain"]))
 
 
