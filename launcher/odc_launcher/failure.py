@@ -46,6 +46,7 @@ class RankEnd:
         record: what it wrote about its failure, if anything.
         ended_by_launcher: the launcher had already told it to end by a signal of its own.
         stopped_by: the signal by which the scheduler had already told the ranks of its step to end.
+        log_start: bytes of the log that earlier launches wrote.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankEnd:
     record: ErrorRecord | None = None
     ended_by_launcher: bool = False
     stopped_by: str | None = None
+    log_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def report(ends: Sequence[RankEnd], passed_on: signal.Signals | None = None) -> 
     elif -first.returncode in _HINTS:
         lines += _indent(f"cause: {_HINTS[signal.Signals(-first.returncode)]}")
     if passed_on is None or first.returncode != -passed_on or record is not None:
-        tail = log_tail(first.log_path)
+        tail = log_tail(first.log_path, first.log_start)
         lines += _indent(f"last lines of its log {first.log_path}:" if tail else "it printed nothing")
         lines += [f"    {line}" for line in tail]
     else:
@@ -206,12 +208,18 @@ def report(ends: Sequence[RankEnd], passed_on: signal.Signals | None = None) -> 
     return lines
 
 
-def log_tail(path: str, count: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log as a terminal would show them: of a progress bar its last state."""
+def log_tail(path: str, start: int = 0, count: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log as a terminal would show them: of a progress bar its last state.
+
+    Args:
+        path: the log.
+        start: bytes at its beginning that do not count.
+        count: lines at most.
+    """
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
+            file.seek(max(start, size - _TAIL_BYTES))
             data = file.read(_TAIL_BYTES)
     except OSError as error:
         return [f"(cannot be read: {error.strerror})"]

@@ -243,6 +243,7 @@ class _Launch:
             returncode=returncode,
             time=time.time(),
             log_path=rank.plan.log_path,
+            log_start=rank.log.start,
             record=failure.read_error_record(rank.plan.error_path) if returncode else None,
             ended_by_launcher=rank.told_to_end,
             stopped_by=self._stop_signal.name if self._signals_reach_ranks and self._stop_signal else None,
@@ -344,6 +345,7 @@ class _Launch:
                     returncode=-signal.SIGKILL,
                     time=time.time(),
                     log_path=rank.plan.log_path,
+                    log_start=rank.log.start,
                     ended_by_launcher=True,
                 )
 

@@ -81,6 +81,9 @@ class LineSplitter:
 class LogFile:
     """A rank's log, appended to. A full disk loses output but never stops a rank.
 
+    Attributes:
+        start: bytes that were in it before.
+
     Raises:
         OSError: it cannot be opened.
     """
@@ -90,6 +93,7 @@ class LogFile:
         self.lost_bytes = 0
         self.error: OSError | None = None
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.start = os.fstat(self._fd).st_size
 
     def write(self, data: bytes) -> None:
         """Appends; what cannot be written is counted in ``lost_bytes``, and ``error`` says why."""

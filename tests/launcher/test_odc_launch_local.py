@@ -166,6 +166,8 @@ def test_second_launch_appends_logs_and_forgets_old_errors(launcher: Launcher) -
     assert code == 1
     assert "Old" not in err
     assert launcher.log(0) == b"earlier\nnew\n"
+    assert "odc-launch:     new\n" in err
+    assert "earlier" not in err
 
 
 # Failures
