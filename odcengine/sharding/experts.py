@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from odcengine.errors import ConfigError
+from odcengine.errors import ConfigError, OdcError
 from odcengine.sharding.layout import ParamEntry, ParamGroup, without_dynamo
 from odcengine.transport.base import Range
 
@@ -92,10 +92,13 @@ class ChosenExperts:
         self._stacked = {id(parameter) for parameter in module.parameters(recurse=False)}
         self.wanted = self._all
         self._pulled: frozenset[int] | None = None  # what full parameters hold; None: there are none
+        self._last_pull: frozenset[int] = frozenset()  # what they hold if there are any
         self._unpushed: frozenset[int] = frozenset()  # chosen in forwards whose backward has begun
         module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         # Before FSDP2's own hook, so that a backward comes here before it gathers parameters.
         module.register_forward_hook(self._watch_output, prepend=True, with_kwargs=True)
+        # After FSDP2's own: what is needed is there now.
+        module.register_forward_pre_hook(self._prove_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward)
 
     @classmethod
@@ -119,7 +122,15 @@ class ChosenExperts:
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     @without_dynamo
+    def _prove_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._prove(self.wanted)
+
+    @without_dynamo
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        chosen = self.wanted
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._prove(chosen))  # type: ignore[no-untyped-call]
         self._forget_if_sharded()
         if not torch.is_grad_enabled():
             self.wanted = self._all
@@ -153,9 +164,17 @@ class ChosenExperts:
         self.wanted = experts
         self._module.unshard()
 
+    def _prove(self, experts: frozenset[int]) -> None:
+        """Whatever FSDP2 has done: nothing is computed with memory that was not filled."""
+        if not experts <= self._last_pull:
+            raise OdcError(
+                f"torch {torch.__version__} has gathered {type(self._module).__name__} at a moment that this "
+                "version of odcengine does not expect; set odc.experts: all, and please report it"
+            )
+
     def note_pull(self) -> None:
         """A gather has pulled what was wanted."""
-        self._pulled = self.wanted
+        self._pulled = self._last_pull = self.wanted
 
     def take_unpushed(self) -> frozenset[int]:
         """The experts that gradients may be for; from now on they count as pushed."""

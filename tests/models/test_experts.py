@@ -79,6 +79,7 @@ def _train_case(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "odc": {"timeout_s": 100, "startup_timeout_s": 100, "experts": "chosen", **options.get("odc", {})},
     }
+    config["model"] = {"compile": options.get("compile", False)}
     engine, optimizer, _, _ = odcengine.initialize(model=model, config=config)
     gradients: list[dict[str, torch.Tensor]] = []
     optimizer.register_step_pre_hook(
@@ -173,6 +174,23 @@ def test_gradients_are_those_of_one_process() -> None:
     first = reference(*CASES["plain"])["gradients"][0]["model.layers.0.mlp.experts.down_proj"]
     assert any(not bool(expert.any()) for expert in first)
     check_traffic(list(results["all"]), list(results["plain"]))
+
+
+def _train_compiled(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> Any:
+    from odcengine.models import compiled
+
+    compiled.compile_blocks.__kwdefaults__["backend"] = "aot_eager"  # inductor takes minutes
+    return _train(rank, world_size, cases)
+
+
+@pytest.mark.soak
+def test_compiled_blocks() -> None:
+    cases = [("qwen3_moe", {"compile": True, "checkpointing": again}) for again in (False, True)]
+    ranks = values(run_ranks(_train_compiled, 2, cases, timeout_s=500))
+    for number, case in enumerate(cases):
+        gradient, weights = errors([rank[number] for rank in ranks], reference(*case))
+        assert gradient < 2e-6
+        assert weights < 2e-6
 
 
 @pytest.mark.multi_gpu
