@@ -1,0 +1,273 @@
+"""Is training on demand the same training? Curves of the shipped examples by three methods and several seeds.
+
+    python benchmarks/fidelity/run.py sft  --out fidelity_out
+    python benchmarks/fidelity/run.py grpo --out fidelity_out
+
+``sft`` trains a small Llama on the functions of Python's own library (``examples/sft/train.py``), ``grpo`` a
+smaller one on arithmetic (``examples/grpo/train.py``), each for ``--minibatches`` optimizer steps and
+``--seeds`` seeds (weights, order of data, sampling), with collectives and `lb_micro`, on demand with
+`lb_mini`, and on demand with `dynamic`. A method's runs take turns with the others'. A run that is in ``--out``
+is not repeated, so an interrupted benchmark goes on.
+
+Printed, and written as JSON and PNG: the losses (for ``grpo`` the rewards) of every method; how far a method's
+curve is from that of collectives with the same seed, as root mean square of moving means; the same between
+seeds of collectives, which is the noise that a user lives with in any case; and the means over the last
+quarter with their standard errors over seeds. Exit code 1 if a method is further from collectives than the
+two closest seeds are from each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odcengine._version import __version__
+from odcengine.config import load_config
+from odcengine.monitor.figure import new_figure, save
+
+Curve = npt.NDArray[np.float64]
+
+ROOT = Path(__file__).resolve().parents[2]
+BASELINE = "collectives, lb_micro"
+METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    BASELINE: {"odc": {"transport": "collective"}, "balance": {"strategy": "lb_micro"}},
+    "on demand, lb_mini": {"odc": {"transport": "auto"}, "balance": {"strategy": "lb_mini"}},
+    "on demand, dynamic": {"odc": {"transport": "auto"}, "balance": {"strategy": "dynamic"}},
+}
+SFT: dict[str, Any] = {
+    "train_batch_size": 16,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 0,
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 4096,
+            "hidden_size": 64,
+            "intermediate_size": 176,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        }
+    },
+    "data": {"max_length": 256, "too_long": "truncate", "num_epochs": 100},
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95]}},
+    "balance": {"max_tokens_per_micro_batch": 1024},
+    "launch": {"nproc_per_node": 2},
+}
+SMOOTHED_OVER = 10  # minibatches
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    runs: dict[tuple[str, int], dict[str, Any]] = {}
+    for seed, name in itertools.product(range(arguments.seeds), METHODS):
+        file = arguments.out / f"{arguments.task}-{name.replace(', ', '-').replace(' ', '_')}-{seed}.json"
+        if not file.exists():
+            record = RUN[arguments.task](name, seed, arguments)
+            file.write_text(json.dumps(record) + "\n")
+            print(f"seed {seed}, {name}: {record['wall_s']:.0f} s", flush=True)
+        runs[name, seed] = json.loads(file.read_text())
+    report = compare(runs, arguments)
+    (arguments.out / f"{arguments.task}.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(runs, report, arguments)
+    print("\n".join(table(report)))
+    return 0 if report["within_seed_noise"] else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Curves by method and seed.")
+    parser.add_argument("task", choices=sorted(RUN))
+    parser.add_argument("--out", type=Path, default=Path("fidelity_out"), help="folder of runs and results")
+    parser.add_argument("--minibatches", type=int, default=300, help="optimizer steps a run (default 300)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default 3)")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="longest time of a run (default 900)")
+    return parser.parse_args()
+
+
+# ---- runs ----------------------------------------------------------------------------------------------
+
+
+def run_sft(method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The losses and gradient norms of every step."""
+    tokens = arguments.out / "data" / "tokens"
+    if not tokens.exists():
+        prepare = [sys.executable, str(ROOT / "examples" / "demo" / "prepare.py")]
+        subprocess.run([*prepare, "--out", str(tokens.parent)], check=True, timeout=arguments.limit_s)
+    metrics = arguments.out / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    config = merged(SFT, METHODS[method], {"seed": seed, "monitor": {"jsonl": str(metrics)}})
+    words = ["examples/sft/train.py", "--data", str(tokens), "--steps", str(arguments.minibatches)]
+    wall_s = launch(config, words, arguments)
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [step for step in steps if "loss" in step]
+    if len(steps) != arguments.minibatches:
+        raise SystemExit(f"{method}, seed {seed}: {len(steps)} steps, expected {arguments.minibatches}")
+    return {
+        "loss": [step["loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+        "wall_s": wall_s,
+    }
+
+
+def run_grpo(method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The mean reward of every round of sampling; there are four optimizer steps in a round."""
+    folder, updates = arguments.out / "grpo", 4
+    base = load_config(ROOT / "configs" / "grpo_cpu.yaml").resolved()
+    config = merged(base, METHODS[method], {"seed": seed})
+    rounds = arguments.minibatches // updates
+    words = ["examples/grpo/train.py", "--out", str(folder), "--iterations", str(rounds)]
+    wall_s = launch(config, [*words, "--updates", str(updates)], arguments)
+    lines = [json.loads(line) for line in (folder / "rewards.jsonl").read_text().splitlines()]
+    if len(lines) != rounds:
+        raise SystemExit(f"{method}, seed {seed}: {len(lines)} rounds, expected {rounds}")
+    return {
+        "reward": [line["reward"] for line in lines],
+        "accuracy": [line["accuracy"] for line in lines],
+        "grad_norm": [line["grad_norm"] for line in lines],
+        "wall_s": wall_s,
+    }
+
+
+RUN = {"sft": run_sft, "grpo": run_grpo}
+
+
+def merged(*layers: dict[str, Any]) -> dict[str, Any]:
+    """Sections of later layers over those of earlier ones, key by key."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = {**result[key], **value} if both else value
+    return result
+
+
+def launch(config: dict[str, Any], words: list[str], arguments: argparse.Namespace) -> float:
+    """Run an example under odc-launch; returns its seconds."""
+    file = arguments.out / "config.json"
+    file.write_text(json.dumps(config))
+    log = arguments.out / "log.txt"
+    code = "import sys; from odc_launcher.cli import main; sys.exit(main())"
+    words = [str(ROOT / words[0]), *words[1:]]
+    logs = ["--log-dir", str(arguments.out / "logs")]
+    start = time.monotonic()
+    with log.open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--config", str(file), *logs, *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=arguments.limit_s,
+            check=False,
+        )
+    if done.returncode:
+        raise SystemExit(f"a run failed with code {done.returncode}; see {log}")
+    return time.monotonic() - start
+
+
+# ---- comparison ----------------------------------------------------------------------------------------
+
+
+def compare(runs: dict[tuple[str, int], dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Differences between methods, against those between seeds."""
+    what = "loss" if arguments.task == "sft" else "reward"
+    seeds = range(arguments.seeds)
+    curves = {key: smoothed(np.asarray(run[what])) for key, run in runs.items()}
+    between_seeds = [
+        rms(curves[BASELINE, one], curves[BASELINE, other]) for one, other in itertools.combinations(seeds, 2)
+    ]
+    methods: dict[str, Any] = {}
+    for name in METHODS:
+        ends = [float(np.mean(runs[name, seed][what][-len(runs[name, seed][what]) // 4 :])) for seed in seeds]
+        methods[name] = {
+            "from_collectives": [rms(curves[name, seed], curves[BASELINE, seed]) for seed in seeds],
+            "last_quarter": ends,
+            "mean": float(np.mean(ends)),
+            "standard_error": float(np.std(ends, ddof=1) / math.sqrt(len(ends))) if len(ends) > 1 else None,
+            "wall_s": [runs[name, seed]["wall_s"] for seed in seeds],
+        }
+    furthest = max(max(method["from_collectives"]) for method in methods.values())
+    return {
+        "task": arguments.task,
+        "curve": what,
+        "date": datetime.date.today().isoformat(),
+        "odcengine": __version__,
+        "minibatches": arguments.minibatches,
+        "between_seeds": between_seeds,
+        "methods": methods,
+        "within_seed_noise": bool(between_seeds) and furthest < min(between_seeds),
+    }
+
+
+def smoothed(values: Curve) -> Curve:
+    width = min(SMOOTHED_OVER, len(values))
+    return np.convolve(values, np.full(width, 1 / width), mode="valid")
+
+
+def rms(one: Curve, other: Curve) -> float:
+    return float(np.sqrt(np.mean((one - other) ** 2)))
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    what = report["curve"]
+    lines = [
+        f"{report['task']}, {report['minibatches']} minibatches, {what}: root mean square between the curves of "
+        f"two seeds with collectives: {spread(report['between_seeds'])}",
+        "",
+        f"| method | from collectives, same seed | {what}, last quarter (standard error over seeds) |",
+        "|---|---|---|",
+    ]
+    for name, found in report["methods"].items():
+        far = "-" if name == BASELINE else spread(found["from_collectives"])
+        error = "-" if found["standard_error"] is None else f"{found['standard_error']:.4f}"
+        lines.append(f"| {name} | {far} | {found['mean']:.4f} ({error}) |")
+    verdict = "within" if report["within_seed_noise"] else "NOT within"
+    return [*lines, "", f"Differences between methods are {verdict} those between seeds."]
+
+
+def spread(values: list[float]) -> str:
+    return f"{min(values):.3g} to {max(values):.3g}" if values else "-"
+
+
+def draw(
+    runs: dict[tuple[str, int], dict[str, Any]], report: dict[str, Any], arguments: argparse.Namespace
+) -> None:
+    figure = new_figure(10, 3.8)
+    left, right = figure.subplots(1, 2)
+    styles = dict(zip(METHODS, ("-", "--", ":"), strict=True))
+    for (name, seed), run in runs.items():
+        curve = smoothed(np.asarray(run[report["curve"]]))
+        label = name if seed == 0 else None
+        left.plot(curve, styles[name], color=f"C{seed}", label=label, linewidth=1)
+        if name != BASELINE:
+            base = smoothed(np.asarray(runs[BASELINE, seed][report["curve"]]))
+            right.semilogy(np.abs(curve - base) + 1e-12, styles[name], color=f"C{seed}", linewidth=1)
+    for one, other in itertools.combinations(range(arguments.seeds), 2):
+        difference = [smoothed(np.asarray(runs[BASELINE, seed][report["curve"]])) for seed in (one, other)]
+        label = "two seeds, collectives" if (one, other) == (0, 1) else None
+        right.semilogy(np.abs(difference[0] - difference[1]) + 1e-12, color="0.6", label=label, linewidth=1)
+    step = "minibatch" if arguments.task == "sft" else "round of sampling"
+    left.set(xlabel=step, ylabel=report["curve"], title="colours: seeds")
+    right.set(xlabel=step, ylabel="distance from collectives", title="colours: seeds, as on the left")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    save(figure, arguments.out / f"{arguments.task}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
