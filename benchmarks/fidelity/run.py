@@ -6,12 +6,11 @@
 ``sft`` trains a small Llama on the functions of Python's own library (``examples/sft/train.py``), ``grpo`` a
 smaller one on arithmetic (``examples/grpo/train.py``), each for ``--minibatches`` optimizer steps and
 ``--seeds`` seeds (weights, order of data, sampling), with collectives and `lb_micro`, on demand with
-`lb_mini`, and on demand with `dynamic`. A method's runs take turns with the others'. A run that is in ``--out``
-is not repeated, so an interrupted benchmark goes on.
+`lb_mini`, and on demand with `dynamic`. Methods take turns. A run that is in ``--out`` is not repeated, so an
+interrupted benchmark goes on.
 
-Printed, and written as JSON and PNG: the losses (for ``grpo`` the rewards) of every method; how far a method's
-curve is from that of collectives with the same seed, as root mean square of moving means; the same between
-seeds of collectives, which is the noise that a user lives with in any case; and the means over the last
+Printed, and written as JSON and PNG: the losses (for ``grpo`` the rewards) of every method; how far a curve
+is from that of collectives with the same seed, as root mean square of moving means; the same between seeds of collectives, which is the noise that a user lives with in any case; and the means over the last
 quarter with their standard errors over seeds. Exit code 1 if a method is further from collectives than the
 two closest seeds are from each other.
 """
@@ -225,8 +224,8 @@ def rms(one: Curve, other: Curve) -> float:
 def table(report: dict[str, Any]) -> list[str]:
     what = report["curve"]
     lines = [
-        f"{report['task']}, {report['minibatches']} minibatches, {what}: root mean square between the curves of "
-        f"two seeds with collectives: {spread(report['between_seeds'])}",
+        f"{report['task']}, {report['minibatches']} minibatches, {what}: root mean square between the curves "
+        f"of two seeds with collectives: {spread(report['between_seeds'])}",
         "",
         f"| method | from collectives, same seed | {what}, last quarter (standard error over seeds) |",
         "|---|---|---|",
