@@ -76,3 +76,26 @@ def test_model_with_and_without_a_shape() -> None:
 def test_bad_coefficients(linear: float, quadratic: float) -> None:
     with pytest.raises(ValueError, match="must be >= 0"):
         CostModel(linear, quadratic)
+
+
+def test_a_configuration_that_will_not_tell_the_width_of_its_heads() -> None:
+    """Gemma 4's, whose layers differ; transformers raises what is no AttributeError."""
+
+    class Config:
+        num_hidden_layers, hidden_size, num_attention_heads, vocab_size = 2, 32, 4, 64
+
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("varies across layers")
+
+    config = Config()
+    plain = CostModel.from_shape(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        intermediate_size=128,
+        vocab_size=64,
+    )
+    assert CostModel.from_config(config) == plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from engine.toy import assemble, shard, worst_error
 
 import odcengine
 from odcengine.errors import ConfigError
-from odcengine.models import load_model
-from odcengine.sharding.layout import PlainMemory
+from odcengine.models import load_model, prepare_model
+from odcengine.sharding.layout import PlainMemory, padding_notice
 from odcengine.sharding.wrap import group_modules
 
 pytest.importorskip("transformers")
@@ -251,3 +252,25 @@ def test_groups() -> None:
         *("model.layers.1", "model.layers.1.mlp.experts"),
     ]
     assert len(group_modules(mixture, "auto", "all")) == 2
+
+
+def test_padding_is_told_of() -> None:
+    """8 experts on 64 ranks; 128 are cut without padding."""
+
+    def groups(num_experts: int) -> Any:
+        param = torch.empty(num_experts, 4, 3)
+        entry = SimpleNamespace(name="experts.up", param=param, numel=-(-num_experts // 64) * 12)
+        return [SimpleNamespace(entries=[entry])]
+
+    assert padding_notice(groups(128), 64) is None
+    notice = padding_notice(groups(8), 64)
+    assert notice is not None
+    assert "8.00 times its parameters: experts.up of shape [8, 4, 3]" in notice
+
+
+def test_auxiliary_loss_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    prepare_model(load_model({**SHAPE, **MIXTURES["mixtral"], "model_type": "mixtral"}))
+    assert "output_router_logits" not in caplog.text
+    values_ = {**SHAPE, **MIXTURES["mixtral"], "model_type": "mixtral", "output_router_logits": True}
+    prepare_model(load_model(values_))
+    assert "output_router_logits has no effect: the auxiliary loss of a mixture is not added" in caplog.text
