@@ -10,9 +10,10 @@ smaller one on arithmetic (``examples/grpo/train.py``), each for ``--minibatches
 interrupted benchmark goes on.
 
 Printed, and written as JSON and PNG: the losses (for ``grpo`` the rewards) of every method; how far a curve
-is from that of collectives with the same seed, as root mean square of moving means; the same between seeds of collectives, which is the noise that a user lives with in any case; and the means over the last
-quarter with their standard errors over seeds. Exit code 1 if a method is further from collectives than the
-two closest seeds are from each other.
+is from that of collectives with the same seed, as root mean square of moving means; the same between seeds of
+collectives, which is the noise that a user lives with in any case; and the means over the last quarter with
+their standard errors over seeds. Exit code 1 if a method is further from collectives than the two closest
+seeds are from each other.
 """
 
 from __future__ import annotations
