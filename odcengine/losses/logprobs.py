@@ -78,7 +78,7 @@ def token_logprobs(
             "must have the shape of the logits without the last dimension"
         )
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature, entropy
+        logits.reshape(-1, logits.shape[-1]).contiguous(), labels.reshape(-1), temperature, entropy
     )
     return TokenLogprobs(
         logprobs.view(labels.shape), None if entropies is None else entropies.view(labels.shape)

@@ -1,4 +1,7 @@
-"""Log-probabilities and entropies of rows of logits, and their gradient, a few rows at a time.
+"""Log-probabilities and entropies of rows of logits, and their gradient.
+
+On a GPU one kernel does each (``_logprob_kernel.py``) where Triton works, elsewhere torch's operations, a few
+rows at a time.
 
 Logits ``z`` of a row, divided by the temperature, are shifted by the largest of them before anything else:
 next to a large number the digits of a small log-probability would be lost.
@@ -6,11 +9,17 @@ next to a large number the digits of a small log-probability would be lost.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from odcengine.losses.softmax import wide_rows
+
+logger = logging.getLogger(__name__)
 
 # Below it a probability is zero: in a sum of p log p, 0 times minus infinity has to be 0.
 _LOWEST = -1e30
@@ -41,6 +50,11 @@ def row_logprobs(
         temperature: the logits are divided by it.
         with_entropy: whether entropies are wanted.
     """
+    if _uses_kernels(logits):
+        values_of, _ = _kernels(logits.device)
+        with _on(logits.device):
+            values = values_of(logits, targets, temperature, with_entropy)
+        return RowLogprobs(values[0], values[1] if with_entropy else None, values[2], values[3])
     dtype = wide_dtype(logits)
     found = torch.empty(4, len(logits), dtype=dtype, device=logits.device)
     start = 0
@@ -85,6 +99,15 @@ def row_gradients_(
         grad_logprobs: ``[rows]``, the loss's gradient with respect to the log-probabilities.
         grad_entropies: ``[rows]``, the same for entropies, or None.
     """
+    if _uses_kernels(logits):
+        _, gradients_of_ = _kernels(logits.device)
+        _, entropies, largest, log_total = known
+        slopes = [
+            None if grad is None else grad.float().contiguous() for grad in (grad_logprobs, grad_entropies)
+        ]
+        with _on(logits.device):
+            gradients_of_(logits, targets, temperature, entropies, largest, log_total, *slopes)
+        return
     dtype = wide_dtype(logits)
     start, step = 0, wide_rows(logits)
     for rows_, targets_ in zip(torch.split(logits, step), torch.split(targets[:, None], step), strict=True):
@@ -110,3 +133,33 @@ def row_gradients_(
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
     """What sums over the vocabulary are taken in: float32, or float64 for float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _uses_kernels(logits: torch.Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64 and bool(_kernels(logits.device))
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def _kernels(device: torch.device) -> tuple[Callable[..., Any], ...]:
+    """The kernels, once they have worked on this GPU; none where Triton does not work."""
+    try:
+        from odcengine.losses._logprob_kernel import gradients_of_rows_, logprobs_of_rows
+
+        with torch.cuda.device(device):
+            trial = torch.zeros(1, 16, dtype=torch.bfloat16, device=device)
+            targets = torch.zeros(1, dtype=torch.int64, device=device)
+            _, entropies, largest, log_total = logprobs_of_rows(trial, targets, 1.0, True)
+            gradients_of_rows_(trial, targets, 1.0, entropies, largest, log_total, entropies, entropies)
+    except Exception as error:  # whatever Triton fails with, torch can do it too
+        logger.warning(
+            "log-probabilities are computed by torch's operations, which is slower, because Triton does not "
+            "work here: %s: %s",
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
+        return ()
+    return logprobs_of_rows, gradients_of_rows_

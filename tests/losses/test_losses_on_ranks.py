@@ -77,7 +77,7 @@ def _train(rank: int, world_size: int, name: str) -> Any:
         config={
             "train_batch_size": len(LENGTHS),
             "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-            "odc": {"timeout_s": 30, "startup_timeout_s": 30, **odc},
+            "odc": {"timeout_s": 60, "startup_timeout_s": 60, **odc},
         },
     )
     gradients: dict[str, torch.Tensor] = {}
@@ -131,7 +131,7 @@ def _prefer(rank: int, world_size: int, name: str) -> Any:
             "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
             "data": {"fields": ["ref_logprobs"]},
             "balance": {"strategy": strategy, "max_tokens_per_micro_batch": 21},
-            "odc": {"timeout_s": 30, "startup_timeout_s": 30, **odc},
+            "odc": {"timeout_s": 60, "startup_timeout_s": 60, **odc},
         },
     )
     assert loader is not None
@@ -176,7 +176,7 @@ def _one_thread() -> Iterator[None]:
 
 @functools.cache
 def _results() -> list[Any]:
-    return values(run_ranks(_train_all, 2, timeout_s=120))
+    return values(run_ranks(_train_all, 2, timeout_s=240))
 
 
 def right_gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
