@@ -76,7 +76,7 @@ class AttachedModel:
         self._state = _State.WORK
         self._begun = False  # this rank computed something in this minibatch
         self._pushed = False
-        self._micro_batches = 0
+        self._micro_batches = self._enqueued = 0
         self._stepped: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         if job is None:
@@ -137,6 +137,9 @@ class AttachedModel:
         if self._job is None:
             self._micro_batches += 1
             return self._micro_batches - 1
+        if self._micro_batches > self._enqueued:
+            self._enqueued = self._micro_batches
+            self._job.device.micro_batch_enqueued()
         self._job.device.wait_for_backlog(self._control)
         return self._control.draw(self.num_minibatches + 1)
 
@@ -222,7 +225,7 @@ class AttachedModel:
             self._sharding.publish(Changed.TRAINABLE)
         self._state = _State.WORK
         self._begun = self._pushed = False
-        self._micro_batches = 0
+        self._micro_batches = self._enqueued = 0
         self.num_minibatches += 1
         self._control.enter(Phase.BETWEEN, step=self.num_minibatches, micro_batch=0)
 

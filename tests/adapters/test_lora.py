@@ -59,6 +59,7 @@ def micro_batches(step: int) -> list[list[torch.Tensor]]:
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    tokens = tokens.to(next(model.parameters()).device)
     logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return torch.nn.functional.cross_entropy(wide, tokens[0, 1:], reduction="sum")

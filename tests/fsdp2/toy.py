@@ -15,15 +15,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 LR, CLIP = 0.2, 0.05
 
 
+def device_type() -> str:
+    """Ranks of CPU tests see no GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def meet(rank: int, world_size: int) -> None:
     """The process group, which a trainer makes itself."""
+    on_gpu = device_type() == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
 def sharded(case: Case, mesh: DeviceMesh | None = None, **options: Any) -> TinyLM:
-    model = make_model(case)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    model = make_model(case).to(device_type())
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),)) if mesh is None else mesh
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
