@@ -157,7 +157,7 @@ class AttachedModel:
         """
         self._require_open()
         if self._job is None:
-            self._state = _State.WORK
+            self._micro_batches = 0
             self.num_minibatches += 1
             return
         if self._state is _State.COLLECTED:
