@@ -253,9 +253,9 @@ def _segments_of(batch: MicroBatch) -> Segments:
 
 
 def _targets_per_sequence(batch: MicroBatch) -> tuple[int, ...]:
-    if batch.segments is None or batch.labels.device.type != "cpu":
+    if batch.segments is None:
         return ()
-    before = np.concatenate([[0], np.cumsum(batch.labels[0].numpy() != IGNORE_INDEX)])
+    before = np.concatenate([[0], np.cumsum(batch.labels[0].cpu().numpy() != IGNORE_INDEX)])
     counts: list[int] = np.diff(before[list(batch.segments.boundaries[: batch.num_sequences + 1])]).tolist()
     return tuple(counts)
 
