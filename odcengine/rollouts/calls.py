@@ -163,7 +163,7 @@ class RolloutCalls(abc.ABC):
         Args:
             samples: this rank's; see :meth:`balance`.
             function: gets a micro-batch on the model's device and returns values by name: ``[1, T]``, aligned
-                with its labels, or ``[num_samples]``.
+                with its labels, or ``[num_sequences]``.
             lengths: as for :meth:`plan`.
             fields: as for :meth:`balance`.
 
@@ -183,9 +183,11 @@ class RolloutCalls(abc.ABC):
             for micro_batch in minibatch:
                 values = function(micro_batch.to(self._device.torch_device))
                 found = {name: _cut(name, value, micro_batch) for name, value in values.items()}
-                for number, position in enumerate(micro_batch.sample_ids):
-                    new = {name: cut[number] for name, cut in found.items()}
-                    done.append({**nested(minibatch.samples(position)), **new})
+                samples_here = [nested(minibatch.samples(position)) for position in micro_batch.sample_ids]
+                sequences = [part for sample in samples_here for part in sample.get("sequences", [sample])]
+                for number, sequence in enumerate(sequences):
+                    sequence.update({name: cut[number] for name, cut in found.items()})
+                done += samples_here
         self._sharding.reshard()
         self.module.train(training)
         self._begin_anew()
@@ -276,14 +278,14 @@ class RolloutCalls(abc.ABC):
 
 
 def _cut(name: str, values: Any, micro_batch: MicroBatch) -> list[torch.Tensor]:
-    """For each sample its values."""
+    """For each sequence its values."""
     if isinstance(values, torch.Tensor):
         if values.shape[:2] == micro_batch.labels.shape:
             return micro_batch.unpack(values.cpu())
-        if values.shape[:1] == (micro_batch.num_samples,):
+        if values.shape[:1] == (micro_batch.num_sequences,):
             return list(values.detach().cpu().unbind())
     shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
     raise UsageError(
         f"annotate: the function gave {name} as {shape}; expected a tensor of "
-        f"{list(micro_batch.labels.shape)} (positions) or {[micro_batch.num_samples]} (samples)"
+        f"{list(micro_batch.labels.shape)} (positions) or {[micro_batch.num_sequences]} (sequences)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from odcengine.losses import GrpoLoss
 from rollouts.policy import EPS, KL, logprobs_of, make_policy, make_rollouts, plain_gradient, share_out
 
 STEPS, COUNT = 3, 14
-TIMES = {"timeout_s": 30, "startup_timeout_s": 60}
+TIMES = {"timeout_s": 100, "startup_timeout_s": 120}
 METHODS: dict[str, dict[str, Any]] = {
     "lb_mini": {"balance": {"strategy": "lb_mini"}, "odc": {"transport": "shm"}},
     "dynamic": {"balance": {"strategy": "dynamic"}, "odc": {"transport": "shm"}},
@@ -87,6 +88,8 @@ def _exchange(rank: int, world_size: int) -> dict[str, Any]:
         empty = engine.balance([])
         pairs = [{"a": [1.0] * (2 + rank), "b": rank}] * (3 - rank)
         batches = list(engine.balance(pairs, lengths=[5] * len(pairs), collate_fn=list))
+        pair = {"sequences": [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], "margin": 1.0}
+        scored = engine.annotate([pair], lambda batch: {"at": batch.labels, "mean": batch.cu_seqlens[1:]})
         serials = [engine.draw()]
         engine.step()
         return {
@@ -96,6 +99,10 @@ def _exchange(rank: int, world_size: int) -> dict[str, Any]:
             "empty": (len(empty), empty.num_samples_global),
             "collated": [len(sample["a"]) for batch in batches for sample in batch],
             "drawn": serials,
+            "pairs": [
+                [(part["at"].tolist(), int(part["mean"])) for part in sample["sequences"]]
+                for sample in scored
+            ],
         }
 
 
@@ -130,7 +137,7 @@ def _generate(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return values(run_ranks(_all_methods, 2, timeout_s=120))
+    return values(run_ranks(_all_methods, 2, timeout_s=270))
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +188,8 @@ def test_rollouts_go_where_the_plan_has_them(ranks: list[dict[str, Any]]) -> Non
     assert first["empty"] == second["empty"] == (0, 0)
     assert sorted(first["collated"] + second["collated"]) == [2, 2, 2, 3, 3]
     assert sorted(first["drawn"] + second["drawn"]) == [0, 1]
+    # What is said of a position belongs to the token behind it: here that token itself.
+    assert first["pairs"] + second["pairs"] == [[([0, 2, 3], 3), ([0, 5], 5)]] * 2
 
 
 def test_generation_equals_that_of_the_whole_model(ranks: list[dict[str, Any]]) -> None:
@@ -188,3 +197,73 @@ def test_generation_equals_that_of_the_whole_model(ranks: list[dict[str, Any]]) 
     for found in ranks:
         assert found["generate"]["equal"] == [True, True]
         assert found["generate"]["reference"] < 1e-12
+
+
+# ---- nodes, directories, learned costs ---------------------------------------------------------------------
+
+
+def _two_by_two(rank: int, world_size: int) -> dict[str, Any]:
+    """Two nodes of two ranks: each rank serves one of the other node."""
+    config = {**METHODS["two nodes"], "odc": {"sharding": "hybrid", "node_size": 2}}
+    METHODS["two nodes"] = config  # of this process
+    return _learn(rank, world_size, "two nodes")
+
+
+@pytest.mark.soak
+def test_nodes_of_several_ranks(right: list[dict[str, torch.Tensor]]) -> None:
+    found = values(run_ranks(_two_by_two, 4, timeout_s=270))
+    gradients = [assemble(list(of_step)) for of_step in zip(*(f["gradients"] for f in found), strict=True)]
+    assert worst_error(gradients, right) < 1e-10
+    assert sum(len(f["computed"]) for f in found) == 2 * COUNT + 1
+
+
+def _from_directory(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Model and reference from files, in bf16, with a loader beside; costs are learned from both."""
+    engine, _, loader, _ = odcengine.initialize(
+        reference=folder,
+        training_data=[{"input_ids": [1, 2, 3, 4]}] * 8,
+        config={
+            "train_batch_size": 4,
+            "model": {"path": folder},
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+            "odc": TIMES,
+            "balance": {"max_tokens_per_micro_batch": 48},
+        },
+    )
+    with engine:
+        assert loader is not None
+        assert engine.reference is not None
+        for minibatch in loader:
+            for micro_batch in minibatch:
+                engine.backward(engine(micro_batch))
+            engine.step()
+        both = engine.annotate(
+            make_rollouts(rank, 4),
+            lambda batch: {
+                name: LOSS.logprobs(model, batch).logprobs
+                for name, model in (("new", engine.module), ("ref", engine.reference))
+            },
+        )
+        for step in range(8):
+            for micro_batch in engine.balance(make_rollouts(step, 4)):
+                engine.backward(engine(micro_batch))
+            engine.step()
+        plan = engine.plan(make_rollouts(9, 6))
+        return {
+            "difference": max(float((sample["new"] - sample["ref"]).abs().max()) for sample in both),
+            "dtype": next(engine.reference.parameters()).dtype,
+            "fitted": loader.cost.fit().num_steps,
+            "plan": plan,
+        }
+
+
+@pytest.mark.soak
+def test_models_from_directories(tmp_path: Path) -> None:
+    make_policy(3).float().save_pretrained(tmp_path)
+    found = values(run_ranks(_from_directory, 2, str(tmp_path), timeout_s=270))
+    for of_rank in found:
+        assert of_rank["difference"] == 0
+        assert of_rank["dtype"] == torch.bfloat16
+        assert of_rank["fitted"] == 10  # two minibatches of the loader, eight of the script's
+    assert found[0]["plan"] == found[1]["plan"]

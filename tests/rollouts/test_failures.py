@@ -21,7 +21,7 @@ def _engine(**balance: Any) -> OdcEngine:
         config={
             "train_batch_size": 8,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "odc": {"timeout_s": 20, "startup_timeout_s": 60},
+            "odc": {"timeout_s": 100, "startup_timeout_s": 120},
             "balance": {"max_tokens_per_micro_batch": 32, **balance},
         },
     )[0]
@@ -135,7 +135,7 @@ def _all_cases(rank: int, world_size: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, str]]:
     """What each rank raised; one that hung would have none."""
-    return [result.value or {} for result in run_ranks(_all_cases, 2, timeout_s=150)]
+    return [result.value or {} for result in run_ranks(_all_cases, 2, timeout_s=270)]
 
 
 @pytest.mark.parametrize("name", CASES)

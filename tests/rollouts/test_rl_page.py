@@ -29,7 +29,7 @@ def _run_code(rank: int, world_size: int) -> tuple[float, int | None, list[int]]
 
 def test_code_runs() -> None:
     """Two ranks have the same two answers, of 3 and 6 tokens; each computes half of them."""
-    for count, num_samples, shape in values(run_ranks(_run_code, 2, timeout_s=60)):
+    for count, num_samples, shape in values(run_ranks(_run_code, 2, timeout_s=200)):
         assert (count, num_samples) == (2 * (3 + 6), 4)
         assert shape[1] <= 3 + 8
 
