@@ -56,9 +56,13 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rewards(folder: Path) -> list[float]:
+def told(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "grpo_out" / "rewards.jsonl").read_text().splitlines()
-    return [json.loads(line)["reward"] for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def rewards(folder: Path) -> list[float]:
+    return [line["reward"] for line in told(folder)]
 
 
 def test_reward_rises(checkout: Path) -> None:
@@ -79,11 +83,13 @@ def test_rollouts_are_kept_and_used_again(checkout: Path) -> None:
         for rank in range(2)
         for line in (checkout / "grpo_out" / f"rollouts.rank{rank}.jsonl").read_text().splitlines()
     ]
-    assert len(lines) == 2 * 256
+    assert len(lines) == 2 * 512
     assert {tuple(line) for line in lines} == {("prompt", "completion", "reward")}
     run(COMMANDS[2], checkout, "--sft-steps", "20", "--out", "grpo_out")
-    mean = sum(line["reward"] for line in lines) / len(lines)
-    assert sum(rewards(checkout)) / 2 == pytest.approx(mean, abs=1e-6)
+    rounds = told(checkout)
+    assert sum(line["rollouts"] for line in rounds) == len(lines)
+    total = sum(line["reward"] * line["rollouts"] for line in rounds)
+    assert total == pytest.approx(sum(line["reward"] for line in lines), abs=1e-6)
     # At their end the script ends, too, and takes no step over nothing.
     run(COMMANDS[2], checkout, "--sft-steps", "1", "--out", "grpo_out", "--iterations", "9")
     assert len(rewards(checkout)) == 2
