@@ -174,6 +174,7 @@ def _text(tokenizer: Tokenizer, answer: list[int]) -> str:
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     """Append rollouts to a JSONL file, a line each with ``prompt``, ``completion`` and ``reward``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for rollout in rollouts:
             line = {"prompt": rollout.prompt, "completion": rollout.completion, "reward": rollout.reward}
