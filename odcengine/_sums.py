@@ -24,7 +24,13 @@ def sum_over_ranks(values: Mapping[str, torch.Tensor | float], job: Job) -> dict
         PeerError: another rank failed, died or gave no sign of life.
     """
     names = sorted(values)
-    scalars = [torch.as_tensor(values[name]).detach().reshape(()) for name in names]
+    given = [values[name] for name in names]
+    scalars = [  # Python's numbers keep all their digits
+        (value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64))
+        .detach()
+        .reshape(())
+        for value in given
+    ]
     on_device = [number for number, scalar in enumerate(scalars) if scalar.device.type != "cpu"]
     numbers = [0.0 if number in on_device else float(scalar) for number, scalar in enumerate(scalars)]
     if on_device:
