@@ -127,31 +127,32 @@ class GrpoLoss:
         Raises:
             UsageError: a field is missing or has another shape.
         """
-        logprobs = found.logprobs
+        # Whatever stands where there is no target: it takes no part, not even as 0 times a NaN.
         has_target = micro_batch.labels != IGNORE_INDEX
+        logprobs = torch.where(has_target, found.logprobs, 0)
         advantages = self._field(micro_batch, "advantages", logprobs)
         if advantages.ndim == 1:
             advantages = micro_batch.spread(advantages)
         old = logprobs.detach()
         if "old_logprobs" in micro_batch.fields:
             old = self._field(micro_batch, "old_logprobs", logprobs)
-        # Whatever stands where there is no target: it takes no part, not even as 0 times a NaN.
         log_ratio = torch.where(has_target, logprobs - old, 0)
         if self.ratio == "sequence":
-            log_ratio = micro_batch.spread(mean_per_sequence(log_ratio, micro_batch))
+            means = micro_batch.spread(mean_per_sequence(log_ratio, micro_batch))
+            log_ratio = torch.where(has_target, means, 0)
         advantages = torch.where(has_target, advantages, 0)
         losses, clipped = self._surrogate(log_ratio, advantages)
         kl = torch.zeros_like(losses)
         if self.kl_coef:
             reference = self._field(micro_batch, "ref_logprobs", logprobs)
-            kl = kl_estimates(logprobs, torch.where(has_target, reference, logprobs), self.kl)
+            kl = kl_estimates(logprobs, torch.where(has_target, reference, 0), self.kl)
             losses = losses + self.kl_coef * kl
         if self.entropy_coef:
             if found.entropies is None:
                 raise UsageError(
                     "GrpoLoss: entropy_coef needs entropies; compute them with GrpoLoss.logprobs"
                 )
-            losses = losses - self.entropy_coef * found.entropies
+            losses = losses - self.entropy_coef * torch.where(has_target, found.entropies, 0)
         loss_sum, count = weighted_sum(losses, micro_batch, self.normalize_by, self.max_completion_length)
         drift = (torch.expm1(log_ratio) - log_ratio).detach()
         entropies = torch.zeros_like(drift) if found.entropies is None else found.entropies.detach()
