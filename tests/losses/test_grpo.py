@@ -57,6 +57,24 @@ def test_clipping(
     assert set(result.metrics) == set(GRPO_METRICS)
 
 
+def test_prompts_take_no_part_with_the_ratio_of_a_sequence() -> None:
+    """Not in the metrics, and not where a prompt's log-probability is no number."""
+    sample = {
+        "input_ids": [5, 1, 2, 3],
+        "loss_mask": [0, 0, 1, 1],
+        "advantages": 1.0,
+        "old_logprobs": [0.0, -7.0, -1.1, -1.3],
+    }
+    batch = pack_samples([sample], fields=("advantages", "old_logprobs"))
+    logprobs = torch.tensor([[math.nan, -1.0, -1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    result = GrpoLoss(ratio="sequence").of(TokenLogprobs(logprobs), batch)
+    ratio = math.exp((0.1 + 0.3) / 2)
+    assert float(result.metrics["approx_kl"]) == pytest.approx(2 * (ratio - 1 - math.log(ratio)))
+    (gradient,) = torch.autograd.grad(result.loss_sum, logprobs)
+    assert gradient[0, 0] == gradient[0, 3] == 0
+    assert torch.isfinite(gradient).all()
+
+
 def test_without_old_logprobs_the_ratio_is_one() -> None:
     """A single update after sampling: the gradient is that of REINFORCE."""
     batch = pack_samples([{"input_ids": [1, 2, 3], "advantages": [0.0, 2.0, -3.0]}], fields=["advantages"])
