@@ -150,9 +150,12 @@ class MicroBatch:
         """
         field = self.fields.get(name)
         if field is None:
+            others = f"but {', '.join(self.fields)}" if self.fields else "nor any other"
             raise UsageError(
-                f"{user}: the micro-batch has no field {name}, but {', '.join(self.fields) or 'none'}; name "
-                "it in pack_samples(..., fields=...), or in data.fields of the configuration"
+                f"{user}: the micro-batch has no field {name}, {others}; "
+                "name it in pack_samples(..., fields=...), or in data.fields of the configuration; "
+                "engine.balance takes what samples have as one number, or one for each of the input_ids "
+                "(prompt included)"
             )
         if list(field.shape) not in ([self.num_sequences], list(self.labels.shape)):
             raise UsageError(

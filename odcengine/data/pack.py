@@ -14,6 +14,9 @@ import torch
 from odcengine.data.batch import IGNORE_INDEX, MicroBatch, Sample
 from odcengine.errors import UsageError
 
+# What other libraries call the mask of the loss.
+_MASKS_ELSEWHERE = ("completion_mask", "response_mask", "assistant_masks", "action_mask")
+
 
 def pack_samples(
     samples: Sequence[Sample],
@@ -34,7 +37,8 @@ def pack_samples(
         samples: mappings with ``input_ids`` (1-D integers, at least one) and optionally either
             ``labels`` (same length, *not* shifted, as in transformers: ``labels[i]`` belongs to token ``i``,
             :data:`IGNORE_INDEX` where it is not to be learned) or ``loss_mask`` (same length, true where the
-            token is to be learned). Without either, every token but the first is a target. The first token
+            token is to be learned). Without either, every token but the first is a target; a mask by another
+            library's name (``completion_mask``, say) in place of these is refused. The first token
             of a sample is never one, as nothing precedes it. Or mappings with ``sequences``, a list of such
             mappings that have to stay together, each a segment of the row. An empty list gives a dummy: one
             padding token.
@@ -198,6 +202,11 @@ def _tokens_and_targets(sample: Sample, which: str) -> tuple[npt.NDArray[np.int6
     targets = np.full(len(tokens), IGNORE_INDEX, dtype=np.int64)
     name = next((name for name in ("labels", "loss_mask") if sample.get(name) is not None), None)
     if name is None:
+        if other := next((other for other in _MASKS_ELSEWHERE if sample.get(other) is not None), None):
+            raise UsageError(
+                f"{which} has {other}, but neither loss_mask nor labels, so its prompt would be learned as "
+                "well; give loss_mask, 0 or 1 for each of the input_ids, prompt included"
+            )
         targets[:-1] = tokens[1:]
         return tokens, targets
     values = np.asarray(sample[name])

@@ -39,9 +39,14 @@ def causal_lm_logprobs(
         ``[1, T]`` each, aligned with the labels; 0 where there is no target.
 
     Raises:
-        UsageError: an argument out of range, ``num_targets`` of the micro-batch is not that of its labels, or
-            the model is not the one that was proved.
+        UsageError: an argument out of range, no model, ``num_targets`` of the micro-batch is not that of its
+            labels, or the model is not the one that was proved.
     """
+    if model is None:  # engine.reference of an engine without one
+        raise UsageError(
+            "causal_lm_logprobs: the model is None; engine.reference is one if reference=... was given to "
+            "odcengine.initialize"
+        )
     check_options("causal_lm_logprobs", temperature, entropy)
     check_num_targets("causal_lm_logprobs", micro_batch)
     head = head_in_use(model, micro_batch)

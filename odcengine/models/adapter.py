@@ -6,6 +6,7 @@ matrices are real and random from a seed, and each rank reads its part of all el
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import logging
 from collections.abc import Mapping, Sequence
@@ -133,7 +134,25 @@ def _base_name(name: str) -> str:
     return name
 
 
+def _check_names(model: nn.Module, key: str, ends: Sequence[str]) -> None:
+    """Refuse an end of a name that no module has: peft takes it where another one of the list fits."""
+    names = [name for name, _ in model.named_modules() if name]
+    for end in ends:
+        if not any(name == end or name.endswith(f".{end}") for name in names):
+            last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            last = [name for name in last if not name.isdigit()]
+            close = difflib.get_close_matches(end, last, n=1)
+            raise ConfigError(
+                f"model.lora.{key}: {end!r} is the end of no module's name in {type(model).__name__}; "
+                + (f"did you mean {close[0]}? " if close else "")
+                + f"Modules end with {', '.join(last[:20])}"
+            )
+
+
 def _settings(peft: Any, model: Any, lora: Lora) -> Any:
+    for key in ("target_modules", "modules_to_save"):
+        if isinstance(ends := getattr(lora, key), tuple):
+            _check_names(model, key, ends)
     tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
 
     def names(value: Any) -> Any:

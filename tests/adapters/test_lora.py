@@ -378,6 +378,15 @@ def test_mistakes_are_named(ranks: list[dict[str, Any]]) -> None:
         assert "bf16: {enabled: true}" in mixed
 
 
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
+def test_one_misspelt_name_among_right_ones(key: str) -> None:
+    section = {"target_modules": ["q_proj"], key: ["q_proj", "v_porj"]}
+    lora = load_config({"train_batch_size": 1, "model": {"config": MODEL, "lora": section}}).model.lora
+    assert lora is not None
+    with pytest.raises(ConfigError, match=f"{key}: 'v_porj' is the end of no module.*did you mean v_proj"):
+        add_lora(load_model(MODEL), lora, base=None)
+
+
 def test_a_model_that_the_script_gives() -> None:
     """An adapter of the script's own is kept as it is; the section then is refused."""
     from odcengine.build import _build_model

@@ -136,3 +136,14 @@ def test_truncation() -> None:
             max_tokens=5,
             too_long="truncate",
         )
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "response_mask", "assistant_masks", "action_mask"])
+def test_masks_by_the_names_of_other_libraries(name: str) -> None:
+    """Taken for a field of no meaning here, they would let prompts be learned."""
+    sample = {"input_ids": [1, 2, 3], name: [0, 0, 1]}
+    with pytest.raises(UsageError, match=f"sample 0 has {name}, but neither loss_mask nor labels"):
+        pack_samples([sample])
+    both = pack_samples([{**sample, "loss_mask": [0, 0, 1]}], fields=[name])
+    assert both.num_targets == 1
+    assert both.fields[name].tolist() == [[0, 1, 0]]

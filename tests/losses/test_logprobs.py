@@ -286,3 +286,8 @@ def test_bfloat16_model_and_autocast() -> None:
             assert got is not None
             assert got.dtype == torch.float32
             torch.testing.assert_close(got, expected, rtol=0, atol=0.03)
+
+
+def test_no_model_is_named() -> None:
+    with pytest.raises(UsageError, match=r"reference=\.\.\. was given to odcengine.initialize"):
+        causal_lm_logprobs(None, pack_samples([{"input_ids": [1, 2]}]))  # type: ignore[arg-type]
