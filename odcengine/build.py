@@ -128,6 +128,7 @@ def initialize(
     job = join(info, settings)
     control = job.control
     control.install_excepthook()
+    engine: OdcEngine | None = None
     try:
         with control.phase(Phase.STARTING):
             if info.rank == 0:
@@ -192,6 +193,8 @@ def initialize(
                     _compile(model, blocks)
             engine._resume()
     except BaseException:
+        if engine is not None:
+            engine._stop.close()  # signals have their usual effect again
         control.close()  # the others have been told; a notebook may try again
         raise
     return engine, made, loader, scheduler

@@ -618,7 +618,8 @@ class Preemption(_Section):
     max_time: Annotated[float | None, BeforeValidator(_duration)] = Field(
         default=None,
         description="Time after odcengine.initialize when they do so without a signal: seconds, or text as "
-        "SLURM writes it ([D-]HH:MM:SS); null: never.",
+        "SLURM writes it ([D-]HH:MM:SS); null: never. A restart by odc-launch (launch.max_restarts) has "
+        "what is left of it.",
     )
 
 

@@ -554,7 +554,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._sharding.reshard()  # an evaluation may have left full parameters
 
     def _close(self, meeting: Meeting) -> None:
-        self._leave()
+        self._leave(keep_signals=True)
         try:
             unsaved = self._checkpoints.close(meeting)
             with self._control.phase(Phase.CLOSING):
@@ -566,6 +566,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
                     self.transport.close(meeting)
                 self._control.part_from_nodes()
         finally:
+            self._stop.close()  # not before: a signal must not end the process while the last save is written
             self._control.close()
             self._monitor.close()
             if self._loader is not None:
@@ -605,10 +606,11 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         if self.transport is not None:
             self.transport.close(None)
 
-    def _leave(self) -> None:
+    def _leave(self, *, keep_signals: bool = False) -> None:
         self._closed = True
         self._garbage.close()
-        self._stop.close()
+        if not keep_signals:
+            self._stop.close()
         atexit.unregister(self._at_exit)
 
     def __del__(self) -> None:

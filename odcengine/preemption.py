@@ -11,14 +11,41 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
+
+from odcengine.errors import ConfigError
 
 REQUEUE_EXIT_CODE = 75
 """Exit code of a run that wants to go on in a new job (EX_TEMPFAIL of sysexits.h)."""
 
+ELAPSED = "ODC_LAUNCH_ELAPSED_S"
+"""Variable in which odc-launch tells ranks that it starts again how long ago the first ones began, in s."""
+
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+def time_left_s(max_time_s: float | None, environ: Mapping[str, str] = os.environ) -> float | None:
+    """What is left of ``preemption.max_time``: ranks that are started again in a job have less of it.
+
+    Args:
+        max_time_s: the configuration's, in seconds; None: no limit.
+        environ: the environment.
+
+    Returns:
+        Seconds from now, 0 where it is over; None: no limit.
+
+    Raises:
+        ConfigError: the variable is no number.
+    """
+    if max_time_s is None:
+        return None
+    text = environ.get(ELAPSED, "0")
+    try:
+        return max(0.0, max_time_s - float(text))
+    except ValueError:
+        raise ConfigError(f"environment: {ELAPSED} is {text!r}; expected seconds") from None
 
 
 class Preempted(SystemExit):
@@ -46,12 +73,13 @@ class StopRequests:
     Args:
         signals: names without SIG; each is taken unless the script has a handler of its own for it, which
             stays. A second one has its usual effect, at once.
-        max_time_s: seconds from now after which it is time to stop; None: no limit.
+        max_time_s: seconds after which it is time to stop, see :func:`time_left_s`; None: no limit.
     """
 
     def __init__(self, signals: Sequence[str], max_time_s: float | None) -> None:
         self.foreign: list[str] = []
-        self._ends_at = None if max_time_s is None else time.monotonic() + max_time_s
+        left_s = time_left_s(max_time_s)
+        self._ends_at = None if left_s is None else time.monotonic() + left_s
         self._max_time_s = max_time_s
         self._asked_by: str | None = None
         self._before: dict[signal.Signals, Any] = {}

@@ -202,20 +202,23 @@ def _start_here(
             step.requeue(os.environ, code, wish.max_requeues)
         return code
 
+    begun = time.monotonic()
+
     def start(done: int) -> Outcome:
         if not done:
             return local.run(plan)
         port = dataclasses.replace(machine, master_port=_machine(os.environ).master_port)
-        return local.run(planning.make_plan(_again(request, plan.log_dir, done), os.environ, port))
+        return local.run(planning.make_plan(_again(request, plan.log_dir, done, begun), os.environ, port))
 
     return restart.run(start, wish.max_restarts)
 
 
-def _again(request: Request, log_dir: str, done: int) -> Request:
-    """What is asked for once more."""
+def _again(request: Request, log_dir: str, done: int, begun: float) -> Request:
+    """What is asked for once more, of a job that began at ``begun`` (monotonic seconds)."""
     from odc_launcher import restart
 
-    env = {**request.env, "ODC_RESTART_COUNT": str(done)}
+    elapsed = f"{time.monotonic() - begun:.1f}"  # preemption.max_time goes on from there
+    env = {**request.env, "ODC_RESTART_COUNT": str(done), "ODC_LAUNCH_ELAPSED_S": elapsed}
     return dataclasses.replace(request, log_dir=restart.log_folder(log_dir, done), env=env)
 
 
@@ -256,6 +259,8 @@ def _start_elsewhere(
         return step.submit(plan)
     print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
 
+    begun = time.monotonic()
+
     def start(done: int) -> Outcome:
         if not done:
             return step.run(plan)
@@ -271,7 +276,7 @@ def _start_elsewhere(
         assert plan.log_dir is not None  # only a submission has none
         other = job_port(f"{seed} restart {done}") if "MASTER_PORT" not in os.environ else port
         again = dataclasses.replace(machine, master_port=other)
-        return step.run(make_plan(_again(request, plan.log_dir, done), ask, environ, again), environ)
+        return step.run(make_plan(_again(request, plan.log_dir, done, begun), ask, environ, again), environ)
 
     code = restart.run(start, wish.max_restarts)
     step.requeue(os.environ, code, wish.max_requeues)

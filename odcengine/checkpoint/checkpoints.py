@@ -152,8 +152,9 @@ class Checkpoints:
         *,
         frozen: bool | None,
         wait: bool,
+        automatic: bool = False,
     ) -> None:
-        """Save now; see ``OdcEngine.save_checkpoint``."""
+        """Save now; see ``OdcEngine.save_checkpoint``. One that is ``automatic`` may be removed one day."""
         with self._phase(Phase.SAVING):
             self._job.control.barrier(Meeting.SAVE, step)
             failed = self.saver.begin(
@@ -161,7 +162,7 @@ class Checkpoints:
                 tag,
                 step,
                 client_state,
-                automatic=False,
+                automatic=automatic,
                 frozen=self._saves_frozen if frozen is None else frozen,
                 stage=not wait,
             )
@@ -183,7 +184,8 @@ class Checkpoints:
                 logger.error("%s", failed)
             if failed is None and self.saver.last_path == root / directory.tag_of(step):
                 return
-        self.save(None, None, step, client_state, frozen=None, wait=True)
+        # Nobody asked for this one by name: a run of many allocations would fill the disk with them.
+        self.save(None, None, step, client_state, frozen=None, wait=True, automatic=True)
 
     def wait(self, step: int) -> None:
         """Wait until the save that goes on, if any, is complete.
@@ -218,6 +220,7 @@ class Checkpoints:
 
     def _load(self, path: Path, parts: Parts) -> Loaded:
         loaded = load(path, self._trained, self._job, parts)
+        self.saver.last_path = None  # of a state that this run has no longer
         if self._job.topology.rank == 0:
             logger.info("checkpoint %s loaded: %d steps done", path, loaded.step)
         return loaded

@@ -284,7 +284,7 @@ def _compare_groups(
 def set_optimizer_state(trained: Trained, states: dict[int, dict[str, Any]], saved: dict[str, Any]) -> None:
     """Give the optimizer loaded state, and the hyperparameters that go with it."""
     optimizer = trained.optimizer
-    moving = frozenset() if trained.scheduler is None else frozenset({"lr", "initial_lr"})
+    moving = frozenset() if trained.scheduler is None else frozenset({"lr"})  # initial_lr is the base
     optimizer.state.clear()
     for group, other in zip(optimizer.param_groups, saved["groups"], strict=True):
         for parameter in group["params"]:

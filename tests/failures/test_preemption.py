@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from odcengine.checkpoint.directory import read_mark
 from odcengine.config import load_config
 from odcengine.errors import ConfigError
-from odcengine.preemption import Preempted, StopRequests
+from odcengine.preemption import Preempted, StopRequests, time_left_s
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,7 +125,8 @@ def test_time_limit(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 75, output
     assert "preemption.max_time of 1 s has passed" in output
-    assert len(saved(tmp_path)) == 1
+    (only,) = saved(tmp_path)
+    assert read_mark(tmp_path / "saved" / only).automatic  # checkpoint.keep_last removes it one day
 
 
 def test_second_signal_has_its_usual_effect() -> None:
@@ -165,6 +167,15 @@ def test_clock() -> None:
     assert requests.vote() == 0.0
     time.sleep(0.06)
     assert requests.vote() == 1.0
+
+
+def test_a_restart_has_what_is_left_of_the_time() -> None:
+    assert time_left_s(100.0, {}) == 100.0
+    assert time_left_s(100.0, {"ODC_LAUNCH_ELAPSED_S": "30.5"}) == 69.5
+    assert time_left_s(100.0, {"ODC_LAUNCH_ELAPSED_S": "300"}) == 0.0
+    assert time_left_s(None, {"ODC_LAUNCH_ELAPSED_S": "300"}) is None
+    with pytest.raises(ConfigError, match="ODC_LAUNCH_ELAPSED_S is 'soon'"):
+        time_left_s(100.0, {"ODC_LAUNCH_ELAPSED_S": "soon"})
 
 
 def test_it_is_an_exit() -> None:

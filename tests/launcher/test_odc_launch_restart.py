@@ -18,6 +18,7 @@ SCRIPT = """
 import os, pathlib, sys
 rank, again = os.environ["RANK"], int(os.environ.get("ODC_RESTART_COUNT", "0"))
 print("start", again, "of rank", rank, flush=True)
+print("after", float(os.environ.get("ODC_LAUNCH_ELAPSED_S", "nan")) >= 0, flush=True)
 if rank == "1" and again < int(sys.argv[1]):
     os.kill(os.getpid(), 9)
 """
@@ -45,6 +46,8 @@ def test_until_it_works(tmp_path: Path) -> None:
     assert "restart 2 of 3: the ranks go on from the newest checkpoint" in done.stderr
     assert "restart 3" not in done.stderr
     assert "start 2 of rank 1" in (tmp_path / "logs" / "restart-2" / "rank1.log").read_text()
+    assert "after True" in (tmp_path / "logs" / "restart-2" / "rank1.log").read_text()
+    assert "after False" in (tmp_path / "logs" / "rank1.log").read_text()
     assert "start 0 of rank 1" in (tmp_path / "logs" / "rank1.log").read_text()
 
 
