@@ -145,6 +145,8 @@ def main() -> None:
         )
     if trainer.odc is not None:
         trainer.odc.close()
+    # A thread of gloo that still holds tensors of the last collective when Python ends aborts the process.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -78,7 +78,8 @@ def test_array_member_is_warned_saves_is_requeued_and_goes_on(cluster: Cluster, 
 @pytest.mark.timeout(120)
 def test_time_limit_warns_by_signal(cluster: Cluster, tmp_path: Path) -> None:
     prepare(tmp_path, every=0, launch="nodes: 2, nproc_per_node: 1")
-    limit = ["--sbatch-arg=--time=1", "--sbatch-arg=--signal=USR1@60"]  # at once: SLURM counts in minutes
+    # SLURM looks every 30 s, and warns steps that there are by then, once; not so early that none has begun.
+    limit = ["--sbatch-arg=--time=1", "--sbatch-arg=--signal=USR1@10"]
     words = ["--config", "c.yaml", *limit, "train.py", str(tmp_path), "1000000", "-1"]
     code, out, err = cluster.run(tmp_path, *cluster.launch(*words))
     assert code == 0, err
