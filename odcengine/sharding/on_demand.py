@@ -310,8 +310,8 @@ class OnDemandSharding(Sharding):
         for slots in self._slots:
             local = slots[:, 0]
             if local.numel():
+                flight.make_room(local.nbytes)
                 rows = (local if self._in_order() else local[self._node_order]).contiguous()
-                flight.make_room(rows.nbytes)
                 received = torch.empty_like(rows)
                 work = dist.all_to_all_single(received, rows, group=self._between_nodes, async_op=True)
                 add_up = functools.partial(torch.sum, received, dim=0, out=local[0])
