@@ -436,7 +436,13 @@ class ControlBlock:
         return (end - begun) / 1e9
 
     def wait_for_ranks(
-        self, ready: Callable[[], bool], what: str, ranks: Callable[[], Sequence[int]], *, idle: bool = True
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        ranks: Callable[[], Sequence[int]],
+        *,
+        idle: bool = True,
+        late_s: float = 0.0,
     ) -> float:
         """:meth:`wait_until`, for global ranks of any node that have not arrived yet."""
         peers = self.topology.peers
@@ -446,6 +452,7 @@ class ControlBlock:
             lambda: [peers.index(rank) for rank in ranks() if rank in peers],
             elsewhere=lambda: [rank for rank in ranks() if rank not in peers],
             idle=idle,
+            late_s=late_s,
         )
 
     def wait_work(self, work: Work, what: str) -> float:

@@ -90,6 +90,8 @@ class Mpi:
         what: str,
         control: ControlBlock,
         ranks: Callable[[], Sequence[int]],
+        *,
+        late_s: float = 0.0,
     ) -> Result:
         """Make a call that waits for other ranks, so that it can be given up.
 
@@ -101,6 +103,8 @@ class Mpi:
             what: what is awaited, for messages.
             control: the node's control block.
             ranks: the global ranks that it waits for.
+            late_s: seconds in which the call may still end by itself after another rank has failed, so that
+                its own result or error is told.
 
         Returns:
             What the function returned.
@@ -119,7 +123,7 @@ class Mpi:
                 failed.append(error)
 
         threading.Thread(target=run, name="odc-mpi-call", daemon=True).start()
-        control.wait_for_ranks(lambda: bool(done or failed), what, ranks)
+        control.wait_for_ranks(lambda: bool(done or failed), what, ranks, late_s=late_s)
         if failed:
             raise failed[0]
         return done[0]

@@ -43,6 +43,7 @@ _PUBLISHED, _MET = 0, 1  # kinds of messages
 _TAG = 7
 _LARGEST = 1 << 28  # bytes of one operation: MPI counts in 32 bits
 _SPINS = 20
+_ALSO_REFUSED_S = 3.0  # by MPI itself, after another rank was
 _PROBE_NBYTES = 128 << 10  # above the size that MPI sends without asking the other side
 _LOOPS_S = (0.02, 0.1, 0.4, 1.6)
 
@@ -134,7 +135,10 @@ class MpiTransport(Transport):
                 self._meet_all(what)
             if turn == turns[self.grid.node]:
                 try:
-                    made = self._wait_in(lambda: mpi.Win.Allocate(size, 1, comm=self._comm), what)
+                    # What one rank is refused all are, within moments: each tells its own reason.
+                    made = self._wait_in(
+                        lambda: mpi.Win.Allocate(size, 1, comm=self._comm), what, late_s=_ALSO_REFUSED_S
+                    )
                 except mpi.Exception as error:
                     raise window_error(self._mpi, error) from error
         return made
@@ -421,8 +425,8 @@ class MpiTransport(Transport):
         except self._mpi.module.Exception as error:
             self.control.raise_cause(error, self._mpi.version)
 
-    def _wait_in(self, function: Any, what: str) -> Any:
-        return self._mpi.call(function, what, self.control, lambda: self._others)
+    def _wait_in(self, function: Any, what: str, *, late_s: float = 0.0) -> Any:
+        return self._mpi.call(function, what, self.control, lambda: self._others, late_s=late_s)
 
     # -- progress ----------------------------------------------------------------------------------------
 

@@ -318,10 +318,22 @@ def _start_with_all_threads() -> None:
     from mpi4py import MPI
 
     assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        call = Mpi.call
+
+        def late(self: Mpi, function: Callable[[], Any], *args: Any, **options: Any) -> Any:
+            def after_a_while() -> Any:
+                time.sleep(0.3)
+                return function()
+
+            return call(self, after_a_while, *args, **options)
+
+        Mpi.call = late  # type: ignore[method-assign,assignment]
 
 
 @needs_mpi
 def test_refused_with_the_thread_level_that_has_no_windows() -> None:
+    """Rank 0, which MPI refuses a moment after rank 1, tells the reason and not that rank 1 has failed."""
     with mpirun(2, *WITHOUT_SHARED_MEMORY) as env_of_ranks:
         results = run_ranks(_initialize, 2, _start_with_all_threads, env_of_ranks=env_of_ranks)
     _check_refused(results, "made no window", "MPI_THREAD_MULTIPLE", "mpi4py.rc.thread_level = 'serialized'")
