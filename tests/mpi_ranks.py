@@ -34,7 +34,7 @@ path = os.path.join(folder, "env" + os.environ["OMPI_COMM_WORLD_RANK"])
 with open(path + ".part", "w") as file:
     json.dump(dict(os.environ), file)
 os.rename(path + ".part", path)
-while not os.path.exists(os.path.join(folder, "done")):
+while os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "done")):
     time.sleep(0.01)
 """
 _VARIABLES = ("OMPI_", "PMIX_", "ORTE_", "OPAL_")
@@ -116,7 +116,7 @@ class Pool:
     def _run(self, options: Sequence[str]) -> None:
         try:
             self._end = run_mpi_ranks(
-                _work, self._world_size, self._folder.name, options=options, timeout_s=120
+                _work, self._world_size, self._folder.name, options=options, timeout_s=280
             )
         except BaseException as error:
             self._end = error

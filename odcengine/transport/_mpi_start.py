@@ -175,12 +175,16 @@ class Mpi:
             self._wake.set()
 
     def _serve(self) -> None:
+        resumed = float("-inf")
         while True:
+            looked = time.monotonic()
             if not self._lock.acquire(timeout=_FIRST_LOOK_S):
-                since = self._inside_since
+                since, now = self._inside_since, time.monotonic()
+                if now - looked > 2 * _FIRST_LOOK_S:  # the process was stopped for a while, not the call
+                    resumed = now
                 if since is not None:
                     for watch in tuple(self._watchers.values()):
-                        watch(time.monotonic() - since)
+                        watch(now - max(since, resumed))
                 continue
             try:
                 polls = self._polls

@@ -45,14 +45,16 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    """Ports outside the range from which connections get theirs, until the daemons have taken them."""
+    found: set[int] = set()
+    while len(found) < count:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            found.add(int(probe.getsockname()[1]))
+    return list(found)
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 90.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not in time: {what}"
@@ -79,7 +81,7 @@ class Cluster:
         env = self.env | settings.pop("env", {})
         return subprocess.Popen(words, env=env, text=True, **(popen | settings))
 
-    def run(self, cwd: Path, *words: str, timeout_s: float = 60, **settings: Any) -> tuple[int, str, str]:
+    def run(self, cwd: Path, *words: str, timeout_s: float = 120, **settings: Any) -> tuple[int, str, str]:
         """Runs a command; returns its exit code, stdout and stderr."""
         process = self.start(cwd, *words, **settings)
         try:
@@ -98,7 +100,7 @@ class Cluster:
         """A job as ``scontrol`` tells; empty once it is forgotten."""
         return self.run(self.folder, "scontrol", "--oneliner", "show", "job", job)[1]
 
-    def wait_for(self, job: str, states: Sequence[str], timeout_s: float = 30.0) -> str:
+    def wait_for(self, job: str, states: Sequence[str], timeout_s: float = 90.0) -> str:
         def there() -> str:
             text = self.state(job)
             return text if any(f"JobState={state}" in text for state in states) else ""

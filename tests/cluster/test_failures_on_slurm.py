@@ -9,7 +9,7 @@ import pytest
 from slurm_cluster import Cluster, wait_until
 
 TRAIN = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import torch
 import odcengine
@@ -25,8 +25,10 @@ with (folder / f"begins{info.rank}").open("a") as file:
 while engine.global_steps < last:
     loss = engine(torch.ones(2, 4)).sum()
     if engine.global_steps == slow:
-        (folder / f"slow{info.rank}").touch()
-        time.sleep(2.0)
+        (folder / f"slow{info.rank}.part").write_text(str(os.getpid()))
+        (folder / f"slow{info.rank}.part").rename(folder / f"slow{info.rank}")
+        while not (folder / "go").exists():
+            time.sleep(0.05)
     engine.backward(loss, count=2)
     engine.step()
 (folder / f"done{info.rank}").touch()
@@ -46,12 +48,17 @@ def prepare(folder: Path, *, every: int, launch: str) -> None:
     (folder / "c.yaml").write_text(CONFIG % (every, launch))
 
 
+def warned(folder: Path) -> int:
+    """How many ranks say that they have got a signal."""
+    return sum("SIGUSR1" in path.read_text() for path in folder.glob("logs/**/rank?.log"))
+
+
 def begins(folder: Path, rank: int = 0) -> list[str]:
     path = folder / f"begins{rank}"
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(290)
 def test_array_member_is_warned_saves_is_requeued_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """User cases 3 and 4: `scancel --signal` (as --signal=USR1@300 does) to a member of an array."""
     prepare(tmp_path, every=0, launch="max_requeues: 1, nodes: 2, nproc_per_node: 1")
@@ -60,36 +67,42 @@ def test_array_member_is_warned_saves_is_requeued_and_goes_on(cluster: Cluster, 
     assert code == 0, err
     job = f"{out.strip()}_1"
     try:
-        wait_until(lambda: len(list(tmp_path.glob("slow*"))) == 2, "both ranks are in step 3", 60)
+        wait_until(lambda: len(list(tmp_path.glob("slow?"))) == 2, "both ranks are in step 3", 120)
         assert cluster.run(tmp_path, "scancel", "--signal=USR1", job)[0] == 0
-        wait_until(lambda: "Restarts=1" in cluster.state(job), "the member is requeued", 60)
+        wait_until(lambda: warned(tmp_path) == 2, "both ranks have the signal")
+        (tmp_path / "go").touch()
+        wait_until(lambda: "Restarts=1" in cluster.state(job), "the member is requeued")
         assert (tmp_path / "saved" / "latest").read_text().strip() == "step_4"
         cluster.wait_for(job, ["PENDING"])
         # SLURM waits two minutes by itself: a node refuses what it has just killed.
         code, _, err = cluster.run(tmp_path, "scontrol", "update", f"JobId={job}", "StartTime=now+4")
         assert code == 0, err
-        wait_until(lambda: len(list(tmp_path.glob("done*"))) == 2, "the second run ends", 60)
+        wait_until(lambda: len(list(tmp_path.glob("done*"))) == 2, "the second run ends", 120)
         assert begins(tmp_path, 0) == begins(tmp_path, 1) == ["0 of 2", "4 of 2"]
         cluster.wait_for(job, ["COMPLETED"])
     finally:
         cluster.run(tmp_path, "scancel", out.strip())
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(290)
 def test_time_limit_warns_by_signal(cluster: Cluster, tmp_path: Path) -> None:
     prepare(tmp_path, every=0, launch="nodes: 2, nproc_per_node: 1")
-    # SLURM looks every 30 s, and warns steps that there are by then, once; not so early that none has begun.
-    limit = ["--sbatch-arg=--time=1", "--sbatch-arg=--signal=USR1@10"]
+    limit = ["--sbatch-arg=--time=10", "--sbatch-arg=--signal=USR1@10"]
     words = ["--config", "c.yaml", *limit, "train.py", str(tmp_path), "1000000", "-1"]
     code, out, err = cluster.run(tmp_path, *cluster.launch(*words))
     assert code == 0, err
-    state = cluster.wait_for(out.strip(), ["FAILED", "COMPLETED", "TIMEOUT"], 100)
+    job = out.strip()
+    wait_until(lambda: begins(tmp_path, 0) and begins(tmp_path, 1), "both ranks train", 120)
+    # SLURM looks every 30 s, and warns the steps that there are by then, once: not before the ranks train.
+    code, _, err = cluster.run(tmp_path, "scontrol", "update", f"JobId={job}", "EndTime=now+60")
+    assert code == 0, err
+    state = cluster.wait_for(job, ["FAILED", "COMPLETED", "TIMEOUT"], 150)
     assert "ExitCode=75:0" in state
     (saved,) = (tmp_path / "saved").glob("step_*")
     assert (tmp_path / "saved" / "latest").read_text().strip() == saved.name
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(290)
 def test_lost_node_leaves_a_run_on_the_other(cluster: Cluster, tmp_path: Path) -> None:
     prepare(tmp_path, every=2, launch="max_restarts: 1, nproc_per_node: 1")
     words = ["--config", "c.yaml", "train.py", str(tmp_path), "40", "21"]
@@ -103,10 +116,13 @@ def test_lost_node_leaves_a_run_on_the_other(cluster: Cluster, tmp_path: Path) -
         *cluster.launch(*words),
     )
     try:
-        wait_until(lambda: len(list(tmp_path.glob("slow*"))) == 2, "both ranks are in step 21", 60)
+        wait_until(lambda: len(list(tmp_path.glob("slow?"))) == 2, "both ranks are in step 21", 120)
         words = ["scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test"]
         assert cluster.run(tmp_path, *words)[0] == 0
-        out, err = process.communicate(timeout=150)
+        lost = int((tmp_path / "slow1").read_text())
+        wait_until(lambda: not Path(f"/proc/{lost}").exists(), "the rank on n2 is gone")
+        (tmp_path / "go").touch()
+        out, err = process.communicate(timeout=180)
         assert process.returncode == 0, out + err
         assert "restart 1 of 1: the ranks go on from the newest checkpoint" in err
         assert "without n2, which SLURM calls down" in err  # by now it may have come back by itself
@@ -118,7 +134,7 @@ def test_lost_node_leaves_a_run_on_the_other(cluster: Cluster, tmp_path: Path) -
         assert (tmp_path / "done0").exists()
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=90)
         cluster.run(tmp_path, "scancel", "--user=root")
         cluster.run(tmp_path, "scontrol", "update", "NodeName=n2", "State=RESUME")
         wait_until(
@@ -126,5 +142,4 @@ def test_lost_node_leaves_a_run_on_the_other(cluster: Cluster, tmp_path: Path) -
                 cluster.run(tmp_path, "sinfo", "--noheader", "--format=%D %t")[1].split() == ["2", "idle"]
             ),
             "both nodes are idle again",
-            60,
         )

@@ -51,7 +51,7 @@ def run(folder: Path, *words: str, **env: str) -> tuple[int, str, str]:
         env=clean_environment() | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
@@ -101,7 +101,7 @@ def test_contradiction_of_mpi_and_torch_stops_the_job(tmp_path: Path) -> None:
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(290)
 def test_ranks_of_mpirun_train_exactly_with_shm(tmp_path: Path) -> None:
     import torch
     from engine.toy import compare, reference
@@ -116,7 +116,7 @@ def test_ranks_of_mpirun_train_exactly_with_shm(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "logs")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(290)
 def test_ranks_train_exactly_with_windows_of_mpi(tmp_path: Path) -> None:
     """Without shared memory, in processes that odc-launch has started between mpirun and MPI."""
     import torch

@@ -50,10 +50,10 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             subprocess.run(["ip", "netns", "del", name], check=False, timeout=30)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(290)
 def test_ranks_meet_by_address(hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
     processes = []
-    options = json.dumps({"startup_timeout_s": 90, "timeout_s": 60})
+    options = json.dumps({"startup_timeout_s": 150, "timeout_s": 60})
     for rank, (name, _, _) in enumerate(hosts):
         env = clean_environment() | {
             "OMPI_COMM_WORLD_RANK": str(rank),
@@ -71,12 +71,12 @@ def test_ranks_meet_by_address(hosts: list[tuple[str, str, str]], tmp_path: Path
             )
         )
         plan = subprocess.run(
-            [*words[:7], "--plan=json", *words[9:]], cwd=tmp_path, env=env, capture_output=True, timeout=60
+            [*words[:7], "--plan=json", *words[9:]], cwd=tmp_path, env=env, capture_output=True, timeout=120
         )
         settings = {item["name"]: item for item in json.loads(plan.stdout)["settings"]}
         assert settings["GLOO_SOCKET_IFNAME"]["value"] == hosts[rank][2]
         assert f"leads to rank 0 at {hosts[0][1]}" in settings["GLOO_SOCKET_IFNAME"]["reason"]
-    outputs = [process.communicate(timeout=150) for process in processes]
+    outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     result = json.loads(outputs[0][0].partition("@odc-ranks ")[2].splitlines()[0])
     assert (result["world_size"], result["num_nodes"]) == (2, 2)

@@ -42,7 +42,7 @@ def got(number, frame):
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, got)
 Path(sys.argv[1], "ready" + rank).touch()
-end = time.monotonic() + 60
+end = time.monotonic() + 200
 while time.monotonic() < end:
     time.sleep(0.05)
 sys.exit(9)
@@ -187,7 +187,7 @@ def test_scancel_reaches_every_rank_once(cluster: Cluster, tmp_path: Path) -> No
     cluster.wait_for(job, ["CANCELLED"])
     for rank in range(2):
         log = tmp_path / "logs" / f"rank{rank}.log"
-        wait_until(lambda log=log: log.read_text(), "the rank tells")
+        wait_until(lambda log=log: "\n" in log.read_text(), "the rank tells")
         assert log.read_text() == "SIGTERM\n"
 
 
@@ -202,7 +202,7 @@ def test_warning_before_the_end_and_stop_reach_every_rank_once(cluster: Cluster,
     logs = [tmp_path / "logs" / f"rank{rank}.log" for rank in range(2)]
     wait_until(lambda: all(log.read_text() == "SIGUSR1\n" for log in logs), "the ranks tell")
     os.kill(launcher, signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert [log.read_text() for log in logs] == ["SIGUSR1\nSIGTERM\n"] * 2
     assert "SIGTERM: passed on to the ranks, which have 30 s to end" in err
@@ -220,8 +220,9 @@ def test_drained_node(cluster: Cluster, tmp_path: Path) -> None:
         code, out, err = cluster.run(tmp_path, *cluster.launch("--nodes", "2", script))
         assert code == 0, err
         job = out.strip()
-        state = cluster.wait_for(job, ["PENDING"])
-        assert "Reason=ReqNodeNotAvail" in state or "Reason=Nodes_required" in state or "Resources" in state
+        cluster.wait_for(job, ["PENDING"])
+        reasons = ("Reason=ReqNodeNotAvail", "Reason=Nodes_required", "Reason=Resources")
+        wait_until(lambda: any(reason in cluster.state(job) for reason in reasons), "SLURM says why")
         cluster.run(tmp_path, "scancel", job)
         words = ["salloc", "--quiet", "--nodes=1", "--ntasks=2", *cluster.launch("--log-dir", "logs", script)]
         code, _, err = cluster.run(tmp_path, *words)
@@ -255,7 +256,7 @@ def test_contradiction_under_srun_stops_with_both_values(cluster: Cluster, tmp_p
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(290)
 def test_two_nodes_of_two_ranks_train_exactly_with_two_level_windows(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -266,7 +267,7 @@ def test_two_nodes_of_two_ranks_train_exactly_with_two_level_windows(
     settings = {"sharding": "hybrid", "node_size": 2, "transport": "shm"}
     launch = cluster.launch("--log-dir", "logs", str(TRAIN), str(tmp_path), json.dumps(settings))
     words = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *launch]
-    code, out, err = cluster.run(tmp_path, *words, timeout_s=120)
+    code, out, err = cluster.run(tmp_path, *words, timeout_s=250)
     assert code == 0, out + err
     ranks = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(4)]
     errors = compare(CASE, ranks, reference(CASE, 4, steps=STEPS))
@@ -274,7 +275,7 @@ def test_two_nodes_of_two_ranks_train_exactly_with_two_level_windows(
 
 
 @needs_mpi
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(290)
 def test_ranks_of_srun_train_exactly_with_windows_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
     """MPI started by SLURM's PMIx, without mpirun; on one node, as two of a host would share a folder."""
     import torch
@@ -283,7 +284,7 @@ def test_ranks_of_srun_train_exactly_with_windows_of_mpi(cluster: Cluster, tmp_p
 
     settings = {"sharding": "full", "transport": "mpi"}
     launch = cluster.launch("--log-dir", "logs", str(TRAIN), str(tmp_path), json.dumps(settings))
-    code, out, err = cluster.run(tmp_path, "srun", "--mpi=pmix", "--nodes=1", "-n2", *launch, timeout_s=120)
+    code, out, err = cluster.run(tmp_path, "srun", "--mpi=pmix", "--nodes=1", "-n2", *launch, timeout_s=250)
     assert code == 0, out + err
     ranks = [torch.load(tmp_path / f"result{rank}", weights_only=False) for rank in range(2)]
     errors = compare(CASE, ranks, reference(CASE, 2, steps=STEPS))
@@ -318,7 +319,7 @@ def test_plan_inside_an_allocation_starts_nothing(cluster: Cluster, tmp_path: Pa
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(290)
 def test_example_batch_script_trains(cluster: Cluster, tmp_path: Path) -> None:
     """As it is shipped, but for the sizes of nodes, and with the launcher of these sources."""
     from odcengine.data import TokenDataset
@@ -345,7 +346,7 @@ def test_example_batch_script_trains(cluster: Cluster, tmp_path: Path) -> None:
     words = ["sbatch", "--parsable", "train.sbatch", "--steps", "1"]
     code, out, err = cluster.run(tmp_path, *words, env={"PATH": path})
     assert code == 0, err
-    state = cluster.wait_for(out.strip(), ["COMPLETED", "FAILED", "CANCELLED"], 120)
+    state = cluster.wait_for(out.strip(), ["COMPLETED", "FAILED", "CANCELLED"], 250)
     output = (tmp_path / f"sft-{out.strip()}.out").read_text()
     assert "JobState=COMPLETED" in state, output
     assert "2 ranks on 2 nodes of SLURM's job" in output
@@ -354,7 +355,7 @@ def test_example_batch_script_trains(cluster: Cluster, tmp_path: Path) -> None:
     assert "step 1" in output, output
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(290)
 def test_example_array_trains_with_a_configuration_for_each_member(cluster: Cluster, tmp_path: Path) -> None:
     """As it is shipped, but for sizes, with a tiny model in the place of Qwen's; one log a rank."""
     from odcengine.data import TokenDataset
@@ -386,7 +387,7 @@ def test_example_array_trains_with_a_configuration_for_each_member(cluster: Clus
     assert code == 0, err
     job = out.strip()
     for member, rate in ((1, "1e-5"), (2, "2e-5")):
-        state = cluster.wait_for(f"{job}_{member}", ["COMPLETED", "FAILED", "CANCELLED"], 150)
+        state = cluster.wait_for(f"{job}_{member}", ["COMPLETED", "FAILED", "CANCELLED"], 250)
         output = (tmp_path / f"qwen2.5_1.5b-{job}_{member}.out").read_text()
         assert "JobState=COMPLETED" in state, output
         assert len((tmp_path / f"runs/lr_{rate}/metrics.jsonl").read_text().splitlines()) == 1, output

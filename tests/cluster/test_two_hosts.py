@@ -16,7 +16,7 @@ from slurm_cluster import ROOT
 from train_ranks import CASE, STEPS
 from two_hosts import TwoHosts, two_hosts
 
-pytestmark = [needs_mpi, pytest.mark.timeout(240)]
+pytestmark = [needs_mpi, pytest.mark.timeout(290)]
 TRAIN = ROOT / "tests" / "cluster" / "train_ranks.py"
 
 

@@ -34,7 +34,7 @@ class TwoHosts:
     addresses: tuple[str, str]
     agent: Path
 
-    def run(self, host: int, cwd: Path, *words: str, timeout_s: float = 150.0) -> tuple[int, str, str]:
+    def run(self, host: int, cwd: Path, *words: str, timeout_s: float = 250.0) -> tuple[int, str, str]:
         """Runs a command on a host; returns its exit code, stdout and stderr."""
         process = subprocess.Popen(
             [str(self.agent), self.names[host], "exec " + shlex.join(words)],

@@ -62,7 +62,7 @@ class Launcher:
     def log(self, rank: int) -> bytes:
         return (self.logs / f"rank{rank}.log").read_bytes()
 
-    def wait_for(self, path: str, count: int = 1, timeout_s: float = 50.0) -> list[Path]:
+    def wait_for(self, path: str, count: int = 1, timeout_s: float = 100.0) -> list[Path]:
         """Waits for files that the ranks write when they are ready, and returns them."""
         found: list[Path] = []
 
@@ -74,13 +74,13 @@ class Launcher:
         return found
 
 
-def finish(process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> tuple[int, str, str]:
     """Waits for the launcher; returns its exit code, stdout and stderr."""
     out, err = process.communicate(timeout=timeout_s)
     return process.returncode, out.decode(), err.decode()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 50.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"

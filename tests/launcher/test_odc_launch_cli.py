@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,11 +32,15 @@ def errors(launcher: Launcher, *words: str) -> list[str]:
 
 
 def test_help_is_quick_and_says_how(launcher: Launcher) -> None:
+    def used_s() -> float:  # not the time that passes: other processes may have the cores
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
     seconds: list[float] = []
-    while not seconds or (min(seconds) >= 0.3 and len(seconds) < 20):  # another process may have the core
-        start = time.monotonic()
+    while not seconds or (min(seconds) >= 0.3 and len(seconds) < 20):
+        start = used_s()
         code, out, _ = finish(launcher.start("--help"))
-        seconds.append(time.monotonic() - start)
+        seconds.append(used_s() - start)
         assert code == 0
         assert "odc-launch [options] script.py" in out
     assert min(seconds) < 0.3, seconds

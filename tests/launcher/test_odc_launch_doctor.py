@@ -321,9 +321,9 @@ def test_report() -> None:
 # -- the command -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(320)
 def test_this_machine(launcher: Launcher) -> None:
-    code, out, err = finish(launcher.start("doctor", "--json"), 150)
+    code, out, err = finish(launcher.start("doctor", "--json"), 300)
     report = json.loads(out)
     assert code == 0, out + err
     assert report["ok"]
@@ -333,11 +333,11 @@ def test_this_machine(launcher: Launcher) -> None:
     assert not (launcher.folder / "odc_logs").exists()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(320)
 def test_errors_give_exit_code_1(launcher: Launcher) -> None:
     (launcher.folder / "c.yaml").write_text("train_batch_size: 8\nodc: {transport: cuda_p2p}\n")
     launcher.env["GLOO_SOCKET_IFNAME"] = "no_such0"
-    code, out, _ = finish(launcher.start("doctor", "--config", "c.yaml"), 150)
+    code, out, _ = finish(launcher.start("doctor", "--config", "c.yaml"), 300)
     assert code == 1
     lines = [line for line in out.splitlines() if line.startswith("error ")]
     assert any("the configuration wants GPUs" in line for line in lines)
@@ -345,11 +345,11 @@ def test_errors_give_exit_code_1(launcher: Launcher) -> None:
     assert "not tried, because of the errors above" in out
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(320)
 def test_a_job_that_fails_names_the_first_failure(launcher: Launcher) -> None:
     (launcher.folder / "c.yaml").write_text("train_batch_size: 8\nodc: {sharding: hybrid, node_size: 2}\n")
     words = ["doctor", "--config", "c.yaml", "--nproc-per-node", "3", "--log-dir", "logs"]
-    code, out, _ = finish(launcher.start(*words), 150)
+    code, out, _ = finish(launcher.start(*words), 300)
     assert code == 1
     assert "error    small job" in out
     assert "failed first" in out
@@ -366,7 +366,7 @@ def test_a_library_that_ends_the_process_is_named(
     (package / "__init__.py").touch()
     (package / "core.py").write_text("import os\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{launcher.env['PYTHONPATH']}")
-    found = probe.run(0, 1, "127.0.0.1", 1, 60.0)
+    found = probe.run(0, 1, "127.0.0.1", 1, 200.0)
     assert found["torch"]
     assert "ended the process, exit code -6" in found["imports"]["nvshmem.core"]
     facts = node(probe=found | {"gpus": ["H200", "H200"], "cuda": "12.8", "torch": "2.11.0"})

@@ -143,7 +143,7 @@ def test_reader_that_does_not_read_does_not_keep_signals_away(launcher: Launcher
     launcher.wait_for("ready0")
     time.sleep(1)
     process.terminate()
-    assert process.wait(timeout=30) == 143
+    assert process.wait(timeout=100) == 143
 
 
 def test_rank_that_closes_its_output(launcher: Launcher) -> None:
@@ -214,14 +214,24 @@ def test_rank_that_only_follows_is_not_blamed(launcher: Launcher) -> None:
 def test_others_may_end_by_themselves(launcher: Launcher) -> None:
     source = """
         if rank == 1:
+            while not os.path.exists("ready0"):
+                time.sleep(0.05)
             sys.exit(9)
-        time.sleep(1)
+        open("ready0", "w")
+        while not os.path.exists("told"):
+            time.sleep(0.05)
         print("saved")
     """
-    code, out, err = finish(launcher.ranks(2, source, "--grace-s", "20"))
+    process = launcher.ranks(2, source, "--grace-s", "60")
+    assert process.stderr is not None
+    lines = [next(process.stderr)]
+    while b"running" not in lines[-1]:
+        lines.append(next(process.stderr))
+    (launcher.folder / "told").touch()
+    code, out, _ = finish(process)
     assert code == 9
     assert "[rank 0] saved" in out
-    assert "the other ranks (1 running) get 20 s" in err
+    assert b"the other ranks (1 running) get 60 s" in lines[-1]
 
 
 def test_after_the_grace_time_groups_are_terminated_then_killed(launcher: Launcher) -> None:
@@ -229,6 +239,7 @@ def test_after_the_grace_time_groups_are_terminated_then_killed(launcher: Launch
         if rank == 1:
             while not os.path.exists("ready0") or not os.path.exists("child0"):
                 time.sleep(0.05)
+            open("end1", "w").write(str(time.monotonic()))
             sys.exit(6)
         signal.signal(signal.SIGTERM, lambda *_: print("not now"))
         child = subprocess.Popen(["sh", "-c", "trap '' TERM; echo $$ > child0; sleep 600; sleep 600"])
@@ -238,9 +249,9 @@ def test_after_the_grace_time_groups_are_terminated_then_killed(launcher: Launch
     """
     process = launcher.ranks(2, source, "--grace-s", "0.3")
     left = pids(launcher.wait_for("ready0") + launcher.wait_for("child0"))
-    start = time.monotonic()
     code, out, err = finish(process)
-    assert 5 <= time.monotonic() - start < 40  # a slow machine takes long to end processes
+    end = float((launcher.folder / "end1").read_text())  # one clock for all processes
+    assert 5 <= time.monotonic() - end < 100  # a slow machine takes long to end processes
     assert code == 6
     assert "[rank 0] not now" in out
     assert "SIGTERM to rank 0" in err
@@ -274,9 +285,7 @@ def test_helpers_that_outlive_their_rank_are_ended(launcher: Launcher) -> None:
         open("child0", "w").write(str(child.pid))
         print("done")
     """
-    start = time.monotonic()
-    code, out, err = finish(launcher.ranks(1, source))
-    assert time.monotonic() - start < 40  # the child sleeps for 600 s
+    code, out, err = finish(launcher.ranks(1, source))  # the child sleeps for 600 s
     (child,) = pids([launcher.folder / "child0"])
     assert (code, out) == (0, "[rank 0] done\n")
     assert f"left processes behind, which are ended now: {child}" in err
@@ -300,7 +309,7 @@ def test_killed_launcher_takes_its_ranks_along(launcher: Launcher) -> None:
     process = launcher.ranks(2, READY_AND_SLEEP)
     ranks = pids(launcher.wait_for("ready*", 2))
     process.kill()
-    wait_until(lambda: not any(map(running, ranks)), 5)
+    wait_until(lambda: not any(map(running, ranks)))
 
 
 def test_rank_that_cannot_be_started_ends_those_already_started(launcher: Launcher) -> None:
@@ -398,13 +407,13 @@ def test_second_signal_kills_at_once(launcher: Launcher, first: str, second: str
 
 
 def test_ranks_that_ignore_term_are_killed_after_the_grace_time(launcher: Launcher) -> None:
-    process = launcher.ranks(1, "\nends = []\n" + LISTEN.replace("\n    ", "\n"), "--grace-s", "0.5")
+    process = launcher.ranks(1, "\nends = []\n" + LISTEN.replace("\n    ", "\n"), "--grace-s", "1")
     launcher.wait_for("ready0")
     start = time.monotonic()
     process.terminate()
     assert finish(process)[0] == 137
-    assert 0.5 <= time.monotonic() - start < 25  # the usual grace is 30 s
-    assert launcher.log(0) == b"heard SIGTERM\n"
+    assert 1 <= time.monotonic() - start < 25  # the usual grace is 30 s
+    assert b"heard SIGTERM\n".startswith(launcher.log(0))  # once, unless it was killed before it came to that
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -106,7 +106,7 @@ def test_what_cannot_be_known_is_left_to_the_ranks(tmp_path: Path) -> None:
     start = time.monotonic()
     told = memory.read_shapes(str(path), {}, timeout_s=0.2)
     assert told == "the model was not read within 0.2 s"
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50
     assert memory.render_memory({"unknown": "decided in the ranks: x"}) == ["memory: decided in the ranks: x"]
 
 

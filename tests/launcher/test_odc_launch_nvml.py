@@ -132,7 +132,7 @@ def test_a_driver_that_hangs_or_breaks(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(nvml.sys, "executable", os.fspath(program))
     start = time.monotonic()
     assert nvml.read_gpus(tmp_path, 0.3).error == "the driver did not list the GPUs within 0.3 s"
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 28
     program.write_text("#!/bin/sh\necho 'boom' >&2\nexit 3\n")
     assert nvml.read_gpus(tmp_path).error == "the GPUs could not be listed: boom"
     program.write_text("#!/bin/sh\necho no json\n")

@@ -36,7 +36,7 @@ def launch(folder: Path, *words: str, config: str = "") -> subprocess.CompletedP
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
 
 

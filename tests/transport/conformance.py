@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import gc
 import os
 import random
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,13 +26,14 @@ import torch
 from distributed import RankResult, run_ranks, values
 from odc_tools._stress import Stress, StressResult, run_stress
 
+from odcengine._words import Word
 from odcengine.control import ControlBlock, Meeting, Phase
 from odcengine.errors import OdcError
 from odcengine.topology import Topology
 from odcengine.transport.base import ALIGNMENT, Transport, Window, WindowPlan, WindowSpec
 
 LIMIT_S = 1.5  # of tests that run into a deadline
-MARGIN_S = 2.0  # for a busy machine; also the time in which a dead rank must be noticed
+MARGIN_S = 20.0  # for a machine that stops a process for seconds; less than a backend's own limit
 
 
 @dataclass(frozen=True)
@@ -420,12 +421,12 @@ def _close(rank: int, world: int, backend: Backend, token: str) -> float:
     control, transport = backend.make(rank, token)
     (window,) = transport.allocate(plan_of(transport, (4097, torch.uint8)))
     fill(transport, window, 3)
+    start = time.monotonic()
     transport.signal_published(3)
     if transport.grid.local != 0:
         for _ in range(10):
-            time.sleep(0.05)
             check_gather(transport, window, 3, backend.device)
-    start = time.monotonic()
+            time.sleep(0.05)
     del window
     finish(control, transport)
     return time.monotonic() - start
@@ -506,6 +507,8 @@ def _fail_in(rank: int, world: int, backend: Backend, token: str, place: str, ho
     transport.barrier(Meeting.END_OF_STEP, 0)
     if rank != CULPRIT:
         transport.signal_published(0)
+        if how == "stop":
+            wait_for_stop(control)
 
         def work() -> None:
             if place == "publish":
@@ -521,8 +524,7 @@ def _fail_in(rank: int, world: int, backend: Backend, token: str, place: str, ho
     if place == "after arriving":  # the peers get through this barrier, not through the next
         transport.barrier(Meeting.END_OF_STEP, 7)
     if how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1000)
+        stop_here()
     elif how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "exit":
@@ -530,6 +532,22 @@ def _fail_in(rank: int, world: int, backend: Backend, token: str, place: str, ho
     with control.phase(Phase.BACKWARD):
         raise ValueError("boom 42")
     raise AssertionError
+
+
+def stop_here() -> None:
+    """What the culprit does, after its last sign of life."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+
+def wait_for_stop(control: ControlBlock) -> None:
+    """Wait until the culprit has stopped; the short limit counts from here on, not while ranks come along."""
+    pid = int(control._words[CULPRIT, Word.PID])
+    deadline = time.monotonic() + 40.0
+    while state(pid) != "T":
+        assert time.monotonic() < deadline, "the culprit did not stop"
+        time.sleep(0.01)
+    control.timeout_s = LIMIT_S
 
 
 def end_stopped(pids: list[int]) -> None:
@@ -559,17 +577,23 @@ def survivors(results: list[RankResult]) -> list[Report]:
 
 
 def _check_stopped(backend: Backend, place: str, operation: str) -> None:
-    backend = dataclasses.replace(backend, timeout_s=LIMIT_S)
     reports = survivors(launch(backend, _fail_in, place, "stop", during=end_stopped))
-    assert any(report.error_type == "DeadlineError" for report in reports), reports
-    for report in reports:  # the others may have been told by the first
-        assert report.culprit == CULPRIT, report
-        assert report.seconds < LIMIT_S + 0.5 + MARGIN_S, report
-        assert "rank 1 (host testhost, pid " in report.message, report
+    check_deadline(reports)
+    for report in reports:
         assert "step 7, micro-batch 3, backward" in report.message, report
         assert f"{LIMIT_S:g} s" in report.message, report
-        assert report.seconds > LIMIT_S, report
         assert operation in report.message, report
+
+
+def check_deadline(reports: Sequence[Report]) -> None:
+    """One of them waited for the limit, at least; the others may have been told by it."""
+    waited = [report.seconds for report in reports if report.error_type == "DeadlineError"]
+    assert waited, reports
+    assert min(waited) > LIMIT_S, reports
+    for report in reports:
+        assert report.culprit == CULPRIT, report
+        assert report.seconds < LIMIT_S + MARGIN_S, report
+        assert "rank 1 (host testhost, pid " in report.message, report
 
 
 def stopped_before_the_barrier(backend: Backend) -> None:
@@ -624,31 +648,61 @@ def peer_raises(backend: Backend) -> None:
             assert "step 7, micro-batch 3, backward: ValueError: boom 42" in report.message, report
 
 
-def _slow(rank: int, world: int, backend: Backend, token: str) -> float:
+class Pauses(threading.Thread):
+    """Looks for how long this process is held up, whatever it does.
+
+    Attributes:
+        longest_s: the longest time, in seconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.longest_s = 0.0
+        self.start()
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while True:
+            time.sleep(0.01)
+            now = time.monotonic()
+            self.longest_s, last = max(self.longest_s, now - last), now
+
+
+def _slow(rank: int, world: int, backend: Backend, token: str) -> tuple[list[float], str, float]:
+    """Seconds of waiting for the culprit at its two places, the error, and the machine's longest pause."""
+    pauses = Pauses()
     control, transport = backend.make(rank, token)
     transport.allocate(plan_of(transport, (65, torch.float32)))
-    start = time.monotonic()
-    for phase in (Phase.PUBLISH, Phase.BACKWARD):
-        if rank == CULPRIT:
-            for micro_batch in range(6):
-                time.sleep(0.2)
-                control.enter(phase, micro_batch=micro_batch)
-        if phase == Phase.PUBLISH:
-            transport.signal_published(0)
-            for peer in transport.grid.visits():
-                transport.wait_published(peer, 0)
-        else:
-            transport.barrier(Meeting.END_OF_STEP, 0)
-    waited = time.monotonic() - start
-    finish(control, transport)
-    return waited
+    control.timeout_s = 1.0
+    waited = []
+    try:
+        for phase in (Phase.PUBLISH, Phase.BACKWARD):
+            if rank == CULPRIT:
+                for micro_batch in range(8):
+                    time.sleep(0.2)
+                    control.enter(phase, micro_batch=micro_batch)
+            if phase == Phase.PUBLISH:
+                transport.signal_published(0)
+                waited.append(sum(transport.wait_published(peer, 0) for peer in transport.grid.visits()))
+            else:
+                waited.append(transport.barrier(Meeting.END_OF_STEP, 0))
+        control.timeout_s = backend.timeout_s
+        finish(control, transport)
+    except OdcError as error:
+        control.fail(error)
+        return waited, str(error), pauses.longest_s
+    return waited, "", pauses.longest_s
 
 
 def slow_but_moving(backend: Backend) -> None:
     """A peer that takes longer than the limit, but shows that it moves, is waited for."""
-    backend = dataclasses.replace(backend, timeout_s=1.0)
-    waited = values(launch(backend, _slow))
-    assert all(seconds > 2.0 for rank, seconds in enumerate(waited) if rank != CULPRIT), waited
+    for _ in range(5):
+        found = values(launch(backend, _slow))
+        if max(pause for *_, pause in found) < 0.4:
+            break  # else the machine itself has held up a rank about as long as the limit
+    for rank, (waited, error, _) in enumerate(found):
+        assert not error, found
+        assert rank == CULPRIT or min(waited) > 1.0, found
 
 
 def _programs(rank: int, world: int, backend: Backend, token: str) -> Report:

@@ -47,7 +47,8 @@ def test_a_get_that_lasts_as_long_as_the_loop_is_told_to_all() -> None:
     slow = ProgressTrial(0, [[0, 1]], meet=meet, get=_sleep)
     assert not slow.is_served(0.02)
     assert met[-1] == 1
-    assert ProgressTrial(0, [[0, 1]], meet=meet, get=lambda peer: None).is_served(0.5)
+    quick = ProgressTrial(0, [[0, 1]], meet=meet, get=lambda peer: None)
+    assert any(quick.is_served(0.1) for _ in range(20))  # another process may have the core
     assert met[-1] == 0
     assert not ProgressTrial(1, [[0, 1]], meet=lambda value: [1, value], get=lambda peer: None).is_served(
         0.02

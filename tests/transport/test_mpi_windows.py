@@ -176,9 +176,8 @@ def _stopped(rank: int, world: int, backend: Backend, token: str, operation: str
     control.enter(Phase.BACKWARD, step=7, micro_batch=3)
     transport.barrier(Meeting.END_OF_STEP, 0)
     if rank == CULPRIT:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1000)
-    time.sleep(0.3)
+        conformance.stop_here()
+    conformance.wait_for_stop(control)
 
     def work() -> None:
         if operation == "pull":
@@ -198,13 +197,10 @@ def _stopped(rank: int, world: int, backend: Backend, token: str, operation: str
 )
 def test_owner_that_stopped_is_named(operation: str, waits_for: str) -> None:
     """Calls of MPI that would wait for ever are given up."""
-    backend = MpiBackend(ONE_NODE, LIMIT_S, options=WITHOUT_SHARED_MEMORY)
+    backend = MpiBackend(ONE_NODE, options=WITHOUT_SHARED_MEMORY)
     reports = survivors(launch(backend, _stopped, operation, during=end_stopped))
-    assert any(report.error_type == "DeadlineError" for report in reports), reports
+    conformance.check_deadline(reports)
     for report in reports:
-        assert report.culprit == CULPRIT, report
-        assert report.seconds < LIMIT_S + 0.5 + MARGIN_S, report
-        assert "rank 1 (host testhost, pid " in report.message, report
         assert f"for: {waits_for}" in report.message, report
 
 
@@ -213,6 +209,7 @@ def _kept_in_mpi(rank: int, world: int, backend: Backend, token: str) -> Report:
     assert isinstance(transport, MpiTransport)
     transport.allocate(plan_of(transport, (65, torch.float32)))
     transport.barrier(Meeting.END_OF_STEP, 0)
+    control.timeout_s = LIMIT_S
     if rank == CULPRIT:
         with transport._entered():
             time.sleep(1000)  # as a call that does not return
@@ -221,13 +218,13 @@ def _kept_in_mpi(rank: int, world: int, backend: Backend, token: str) -> Report:
 
 @needs_mpi
 def test_rank_that_does_not_come_out_of_mpi_ends_itself() -> None:
-    results = launch(MpiBackend(ONE_NODE, LIMIT_S), _kept_in_mpi)
+    results = launch(MpiBackend(ONE_NODE), _kept_in_mpi)
     assert results[CULPRIT].exit_code in (124, 1)  # by its own limit, or since the others have told it
     assert results[CULPRIT].error is None
     for report in survivors(results):
         assert report.culprit == CULPRIT, report
         assert "rank 1 (host testhost, pid " in report.message, report
-        assert report.seconds < LIMIT_S + 1.0 + MARGIN_S, report
+        assert report.seconds < LIMIT_S + MARGIN_S, report
 
 
 def _alone_in_the_start(rank: int, world: int) -> None:

@@ -59,8 +59,8 @@ def _choose(rank: int, world_size: int, script: str, mode: str, gpu: int, set_on
 def choose(folder: Path, mode: str, gpu: int = 0, set_on: int = -1) -> list[tuple[str | None, str | None]]:
     script = folder / "probe.py"
     script.write_text(PROBE)
-    found = values(run_ranks(_choose, 2, str(script), mode, gpu, set_on, timeout_s=60))
-    assert max(seconds for _, _, seconds in found) < 40  # nobody sat out a probe's sleep
+    found = values(run_ranks(_choose, 2, str(script), mode, gpu, set_on, timeout_s=150))
+    assert max(seconds for _, _, seconds in found) < 55  # nobody sat out a probe's sleep
     return [(value, told) for value, told, _ in found]
 
 

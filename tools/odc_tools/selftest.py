@@ -32,10 +32,11 @@ from odcengine.errors import ConfigError
 RSS_TOLERANCE_BYTES = 4 * 2**20
 """How much the resident memory of a rank may grow after warm-up: the allocator's own noise."""
 
-_TIMEOUT_S, _GRACE_S = 2.0, 1.0  # of the trainings that are broken on purpose
+_GRACE_S = 8.0  # of the trainings that are broken on purpose: for those that are left to say why they end
+_TIMEOUT_S, _STOP_TIMEOUT_S = 60.0, 4.0  # their limits; the short one only where a rank is stopped
 _LAUNCHER_TERM_S = 5.0  # odc-launch's time between SIGTERM and SIGKILL
 _KILL_S = 10.0  # for processes to be gone after SIGKILL
-_MARGIN_S = 10.0  # for starting interpreters to end on a busy machine
+_MARGIN_S = 30.0  # for starting interpreters to end on a busy machine
 _MARK = "ODC_SELFTEST"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HOWS = ("kill", "raise", "stop", "crash")
@@ -419,7 +420,8 @@ def check_failures(world_sizes: Sequence[int], rounds: int, seed: int) -> Row:
         label = (
             f"round {number} ({how} rank {victim} of {world_size}{' during the start' if at_start else ''})"
         )
-        with _ranks("train", world_size, {"seed": number, "timeout_s": _TIMEOUT_S}) as ranks:
+        limit = _STOP_TIMEOUT_S if how == "stop" else _TIMEOUT_S
+        with _ranks("train", world_size, {"seed": number, "timeout_s": limit}) as ranks:
             try:
                 seconds, problems = _break(ranks, how, victim, at_start, dice)
             except _NotReached as error:
@@ -455,7 +457,7 @@ def _break(
         # Its peers wait for odc.startup_timeout_s, or inside of torch: the user ends the job.
         time.sleep(0.2)
         ranks.process.send_signal(signal.SIGTERM)
-    limit = _GRACE_S + _LAUNCHER_TERM_S + _MARGIN_S + (_TIMEOUT_S if how == "stop" else 0.0)
+    limit = _GRACE_S + _LAUNCHER_TERM_S + _MARGIN_S + (_STOP_TIMEOUT_S if how == "stop" else 0.0)
     code = ranks.wait(limit)
     seconds = time.monotonic() - broken
     problems = []
