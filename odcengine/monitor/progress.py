@@ -57,7 +57,7 @@ def shares(values: Sequence[float]) -> str:
 def count(value: float) -> str:
     """A number with a unit that a person can read: ``12.3k``."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
+        if value >= 0.9995 * limit:  # what three digits round up to it has the unit, too
             return f"{value / limit:.3g}{unit}"
     return f"{value:.3g}"
 

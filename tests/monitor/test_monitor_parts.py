@@ -134,7 +134,7 @@ class _Hangs:
         self.release = threading.Event()
 
     def write(self, facts: Facts) -> None:
-        self.release.wait(20)
+        self.release.wait(120)
 
     def close(self) -> None:
         pass
@@ -147,7 +147,7 @@ def test_a_writer_that_hangs_holds_up_nobody(caplog: pytest.LogCaptureFixture) -
     for _ in range(10_050):
         background.write(FACTS)
     background.close(timeout_s=0.2)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # half of what the writer takes
     assert [r.getMessage() for r in caplog.records] == [
         "monitor: writing hangs; from here on steps are missing in what it writes",
         "monitor: writing did not end within 0.2 s and is given up",
@@ -267,6 +267,7 @@ def test_a_line_names_what_is_known() -> None:
     )
     assert shares([0.01] * 60 + [0.09]) == "1.1% (rank 60: 9.0%)"
     assert [count(n) for n in (7, 999, 1234, 5.67e6, 2e9)] == ["7", "999", "1.23k", "5.67M", "2G"]
+    assert [count(n) for n in (999.4, 999.5, 999_499, 999_500)] == ["999", "1k", "999k", "1M"]
     assert duration(2 * 86400 + 61) == "2 d 0:01:01"
 
 
@@ -280,11 +281,11 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     bar = make_progress("auto", 10)
     assert isinstance(bar, Bar)
     bar.show(METRICS, Outlook(num_steps=20, left_s=30.0))
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
     bar.close(["summary: [all] is well"])
     shown = terminal.getvalue()
     assert "5/20" in shown
@@ -363,11 +364,15 @@ def test_recorder_numbers_micro_batches_and_bounds_memory() -> None:
 
 
 def test_recording_an_event_is_cheap() -> None:
-    recorder = Recorder()
-    start = time.perf_counter()
-    for _ in range(20_000):
-        recorder.add("gather", 0.0, 1.0, 3)
-    assert (time.perf_counter() - start) / 20_000 < 20e-6  # some 0.2 us on an idle machine
+    """The best of ten: others may take the processor away in between."""
+    seconds = []
+    for _ in range(10):
+        recorder = Recorder()
+        start = time.thread_time()
+        for _ in range(2_000):
+            recorder.add("gather", 0.0, 1.0, 3)
+        seconds.append((time.thread_time() - start) / 2_000)
+    assert min(seconds) < 20e-6  # some 0.2 us on an idle machine
 
 
 def test_clocks_of_machines_meet_at_the_agreement() -> None:

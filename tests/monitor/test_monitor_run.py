@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from distributed import run_ranks, values
 from torch import nn
 
 import odcengine
+from odcengine.control import Phase, Word
 from odcengine.data import pack_samples
 from odcengine.metrics import StepMetrics
 from odcengine.models import model_flops
@@ -173,13 +175,13 @@ def test_lines_and_json_say_what_the_metrics_say(tmp_path: Path) -> None:
     steps = [line for line in shown if line.startswith("step ")]
     assert [line.split(":")[0] for line in steps] == ["step 2/4", "step 4/4"]
     pattern = (
-        r"loss \d\.\d{4}, [\d.]+k? tokens/s, idle [\d.]+% [\d.]+%, 0:00:\d\d left, "
+        r"loss \d\.\d{4}, [\d.]+k? tokens/s, idle [\d.]+% [\d.]+%, \d:\d\d:\d\d left, "
         r"MFU [\d.]+%, grad norm \S+, lr 0.1$"
     )
     assert re.search(pattern, steps[1]), steps[1]
     summary = [line for line in shown if line.startswith("summary: ")]
-    assert f"4 steps in 0:00:0\\d, 0 skipped; 24 samples, {sum(LENGTHS)} tokens".split("\\")[0] in summary[0]
-    assert summary[0].endswith(f"24 samples, {sum(LENGTHS)} tokens")
+    told = rf"summary: 4 steps in \d+:\d\d:\d\d, 0 skipped; 24 samples, {sum(LENGTHS)} tokens"
+    assert re.fullmatch(told, summary[0]), summary[0]
     assert "of the time at the boundary" in summary[1]
     assert summary[2] == "summary: 1 samples had no token with a target and taught nothing"
     assert shown_on_1 == []
@@ -267,6 +269,7 @@ def test_timelines_account_for_the_measured_times(tmp_path: Path, odc: dict[str,
     runs = _runs(_config(odc=odc, monitor=monitor))
     found = sorted(path.name for path in (tmp_path / "timelines").iterdir())
     assert found == ["step000001.json", "step000001.png", "step000003.json", "step000003.png"]
+    outside: dict[str, list[float]] = {"wait": [], "boundary": []}  # seconds that are in no event
     for step in (1, 3):
         trace = json.loads((tmp_path / "timelines" / f"step{step:06}.json").read_text())
         threads = _check_trace(trace)
@@ -290,36 +293,58 @@ def test_timelines_account_for_the_measured_times(tmp_path: Path, odc: dict[str,
             if odc.get("transport") != "collective":
                 at_boundary = next(e["ts"] for e in events if e["name"] == "collect")
                 waits = [e for e in events if e["name"] == "wait" and e["ts"] < at_boundary]
-                assert _seconds(waits, "wait") == pytest.approx(metrics.wait_s[rank], abs=2e-4)
+                outside["wait"].append(metrics.wait_s[rank] - _seconds(waits, "wait"))
             boundary = _seconds(events, "collect", "agree", "update", "publish")
-            assert boundary == pytest.approx(metrics.boundary_s, abs=5e-4)
+            outside["boundary"].append(metrics.boundary_s - boundary)
             of_micro_batches = [e["args"]["micro_batch"] for e in events if e["name"] == "forward"]
             assert of_micro_batches == list(range(forwards))
             groups = {e["args"]["group"] for e in events if e["name"] == gathers}
             assert groups == {"the root", "model.layers.0", "model.layers.1"}
+    # Between two events there is next to nothing, unless others take the processor away just there.
+    for times in outside.values():
+        assert not times or -1e-6 <= min(times) < 5e-4, outside
 
 
-def _slow_rank(rank: int, world_size: int, folder: str) -> StepMetrics:
+SLOW_STEPS = 3
+
+
+def _slow_rank(rank: int, world_size: int, folder: str) -> list[StepMetrics]:
     """Rank 1 has no work at all and waits at the end for rank 0."""
     monitor = {"timeline_every": 1, "timeline_dir": folder}
     engine, *_ = odcengine.initialize(
         model=_model(), config=_config(train_batch_size="auto", monitor=monitor)
     )
-    for sample in _data()[:3] if rank == 0 else []:
-        engine.backward(engine(pack_samples([sample])))
-    metrics = engine.step()
+    metrics = []
+    for _ in range(SLOW_STEPS):
+        for sample in _data()[:3] if rank == 0 else []:
+            _await_the_other(engine, rank)
+            engine.backward(engine(pack_samples([sample])))
+        metrics.append(engine.step())
     engine.close()
     return metrics
 
 
+def _await_the_other(engine: odcengine.OdcEngine, rank: int) -> None:
+    """Return when the other rank waits at the end of its minibatch, however late it came there."""
+    words, other = engine._control._words, 1 - rank
+    deadline = time.monotonic() + 25
+    while words[other, Word.PHASE] != Phase.BARRIER or not words[other, Word.WAITS_FOR]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_rank_without_work_shows_that_it_waits(tmp_path: Path) -> None:
     metrics = values(run_ranks(_slow_rank, 2, str(tmp_path)))
-    threads = _check_trace(json.loads((tmp_path / "step000000.json").read_text()))
-    assert [e["name"] for e in threads[1]][:2] == ["barrier", "wait"]
-    assert _seconds(threads[1], "barrier") == pytest.approx(metrics[0].wait_s[1], rel=0.05, abs=1e-3)
-    end_of_work = max(e["ts"] + e["dur"] for e in threads[0] if e["name"] == "backward")
-    barrier = next(e for e in threads[1] if e["name"] == "barrier")
-    assert barrier["ts"] + barrier["dur"] > end_of_work  # one clock: A ends after the last push
+    outside = []
+    for step in range(SLOW_STEPS):
+        threads = _check_trace(json.loads((tmp_path / f"step{step:06}.json").read_text()))
+        assert [e["name"] for e in threads[1]][:2] == ["barrier", "wait"]
+        outside.append(_seconds(threads[1], "barrier") - metrics[0][step].wait_s[1])
+        end_of_work = max(e["ts"] + e["dur"] for e in threads[0] if e["name"] == "backward")
+        barrier = next(e for e in threads[1] if e["name"] == "barrier")
+        assert barrier["ts"] + barrier["dur"] > end_of_work  # one clock: A ends after the last push
+    # Arriving takes no time, unless others take the processor away just there.
+    assert -1e-6 <= min(outside) < 1e-3, outside
 
 
 def _dies_before_handing_in(rank: int, world_size: int, folder: str) -> None:
