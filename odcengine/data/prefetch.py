@@ -56,6 +56,7 @@ class Reader:
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._left: threading.Thread | None = None  # closed, and perhaps still at its last reading
         # The thread holds the queue only, so whoever drops this reader ends it.
         weakref.finalize(self, self._jobs.put, None)
 
@@ -86,9 +87,11 @@ class Reader:
         while True:
             # A poll, so that signals are handled.
             wait([reading.future], _POLL_S)
+            thread = self._thread or self._left
+            ended = thread is None or not thread.is_alive()  # asked first: its last act is a result
             if reading.future.done():
                 return reading.future.result()
-            if self._thread is None or not self._thread.is_alive():
+            if ended:
                 raise UsageError(f"data: {reading.what}: the thread that reads has ended")
             if self._timeout_s is not None and time.monotonic() - start > self._timeout_s:
                 raise UsageError(
@@ -105,6 +108,7 @@ class Reader:
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        self._left = thread
         while True:
             try:
                 job = self._jobs.get_nowait()

@@ -15,7 +15,7 @@ import odcengine
 from odcengine.balance import CostModel, Fit, OnlineCost
 from odcengine.data import MicroBatch
 
-SECONDS_PER_TOKEN = 5e-4
+SECONDS_PER_TOKEN = (5e-4, 2e-3, 5e-3)  # of the attempts: the longer, the less a busy machine shows in it
 SLOWER = 1.6
 STEPS = 24
 
@@ -41,13 +41,13 @@ def _loss(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
     )
 
 
-def _train(rank: int, world_size: int) -> tuple[str, Fit, list[tuple[float, ...]]]:
+def _train(rank: int, world_size: int, seconds_per_token: float) -> tuple[str, Fit, list[tuple[float, ...]]]:
     torch.manual_seed(0)
     dice = np.random.default_rng(0)
     data = [
         {"input_ids": dice.integers(0, 16, length).tolist()} for length in dice.integers(4, 40, 8 * STEPS)
     ]
-    model = _Bigrams(SECONDS_PER_TOKEN)
+    model = _Bigrams(seconds_per_token)
     engine, _, loader, _ = odcengine.initialize(
         config={
             "train_batch_size": 8,
@@ -76,10 +76,13 @@ def _train(rank: int, world_size: int) -> tuple[str, Fit, list[tuple[float, ...]
 
 
 def test_a_slow_rank_is_found_and_planned_for() -> None:
-    (plans, fit, busy), other = values(run_ranks(_train, 2, timeout_s=60))
-    assert other == (plans, fit, busy)
-    assert fit.slow_ranks == (1,)
-    assert 0.5 < fit.speeds[1] < 0.8
-    ratios = [slow / fast for fast, slow in busy]
-    assert np.median(ratios[:8]) > 1.3  # with equal work
-    assert np.median(ratios[-8:]) < 1.25
+    measured = []
+    for seconds_per_token in SECONDS_PER_TOKEN:
+        (plans, fit, busy), other = values(run_ranks(_train, 2, seconds_per_token, timeout_s=90))
+        assert other == (plans, fit, busy)
+        ratios = [slow / fast for fast, slow in busy]
+        first, last = np.median(ratios[:8]), np.median(ratios[-8:])  # the first have equal work
+        measured.append((fit.slow_ranks, fit.speeds, first, last))
+        if fit.slow_ranks == (1,) and 0.5 < fit.speeds[1] < 0.8 and first > 1.3 and last < 1.25:
+            return
+    raise AssertionError(measured)
