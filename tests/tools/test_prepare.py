@@ -345,12 +345,13 @@ def test_lost_worker(
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}] * 6000)
     monkeypatch.setattr(prepare_module, "_tokenize", {"die": die, "hang": hang}[trouble])
-    monkeypatch.setattr(_prepare_workers, "_CHUNK_TIMEOUT_S", 1.0)
+    if trouble == "hang":
+        monkeypatch.setattr(_prepare_workers, "_CHUNK_TIMEOUT_S", 1.0)
     words = ["prepare", str(path), "--tokenizer", str(tools["sp"]), "--out", str(tmp_path / "t")]
     children = set(multiprocessing.active_children())
     started = time.monotonic()
     assert main([*words, "--workers", "2"]) == 1
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 200  # far less than either takes by itself
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     assert set(multiprocessing.active_children()) <= children
@@ -386,17 +387,20 @@ def test_interrupted(tools: dict[str, Path], tmp_path: Path, number: signal.Sign
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".t.*.tmp/samples.arrow")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=90)
     assert (process.returncode, out) == (128 + number, "")
     assert "Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["b.jsonl"]
-    assert not [p for p in psutil.process_iter() if is_of_session(p, process.pid)]
+    deadline = time.monotonic() + 30
+    while [p for p in psutil.process_iter() if is_of_session(p, process.pid)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def is_of_session(process: psutil.Process, session: int) -> bool:
@@ -882,7 +886,8 @@ def test_full_disk(tools: dict[str, Path], tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 1
-    assert re.fullmatch(r"odc prepare: error: .*File too large\n", done.stderr)
+    # On a slow machine some lines of progress come before.
+    assert re.fullmatch(r"(odc prepare: \d+%, .*\n)*odc prepare: error: .*File too large\n", done.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
