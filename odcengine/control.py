@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 4096
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
-_PEER_CHECK_S, _LOOK_FOR_CAUSE_S = 0.05, 3.0
+_PEER_CHECK_S, _LOOK_FOR_CAUSE_S = 0.05, 6.0
 _GIVE_UP_S = 1.0  # then a failure is told or read without the lock of its slot
 _ON_ITS_WAY_S = 1.0  # that bytes of a rank that has failed since may take between two sockets
 _STOPPED_S = 1.0  # a waiting rank that has not looked around for so long is not waiting but stopped
@@ -56,11 +56,11 @@ _ALIVE_LOCK, _SLOT_LOCK, _FIRST_USER_LOCK = 0, 1, 2  # each times the group's si
 def _within(seconds: float, ready: Callable[[], bool]) -> bool:
     """Whether ``ready`` is true at some time in the next seconds."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if ready():
-            return True
+    while not ready():
+        if time.monotonic() > end:
+            return False
         time.sleep(_LONGEST_NAP_S)
-    return False
+    return True
 
 
 class Work(Protocol):

@@ -110,14 +110,14 @@ def _nothing() -> None:
 def _warm_up() -> None:
     process = _CONTEXT.Process(target=_nothing)
     process.start()
-    process.join(120)
+    process.join(200)
 
 
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     env: dict[str, str] | None = None,
     env_of_ranks: Sequence[dict[str, str]] | None = None,
     gpus: bool = False,

@@ -18,7 +18,7 @@ from torch import nn
 import odcengine.build
 open("here" + os.environ["RANK"], "w")
 if os.environ["RANK"] == sys.argv[1]:
-    time.sleep(60)
+    time.sleep(100)
 odcengine.initialize(config={"train_batch_size": 2}, model=nn.Linear(4, 8))
 """
 
@@ -30,21 +30,21 @@ def test_interrupt_ends_ranks_that_wait_for_others(tmp_path: Path, late: str) ->
     env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     env["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in ("", "launcher"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "odc_launcher", "--nproc-per-node", "2", "script.py", late],
+        [sys.executable, "-m", "odc_launcher", "--nproc-per-node", "2", "--grace-s", "60", "script.py", late],
         env=env,
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also where it is ignored
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not all((tmp_path / f"here{rank}").exists() for rank in range(2)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(1)  # into the wait
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert time.monotonic() - start < 15, told
+    _, told = process.communicate(timeout=90)
+    assert time.monotonic() - start < 50, told  # not when ranks are made to end
     assert process.returncode == 130
     assert "SIGTERM" not in told

@@ -32,6 +32,8 @@ def sleep_for_ever():
     time.sleep(10_000)
 
 for step in range(3):
+    if step == 1:  # a short limit from here on: before, all must come along on any machine
+        engine._control.timeout_s = float(os.environ["LIMIT_S"])
     for micro_batch in range(3):
         loss = engine(torch.ones(2, 4)).sum()
         if os.environ["RANK"] == "1" and (step, micro_batch) == (1, 1):
@@ -39,7 +41,7 @@ for step in range(3):
         engine.backward(loss, count=2)
     engine.step()
 """
-LIMIT_S = 3
+LIMIT_S = 4
 
 
 def test_hanging_rank(tmp_path: Path) -> None:
@@ -47,29 +49,28 @@ def test_hanging_rank(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "odc": {"timeout_s": LIMIT_S},
-        "launch": {"nproc_per_node": 4, "grace_s": 1, "log_dir": "logs"},
+        "launch": {"nproc_per_node": 4, "grace_s": 5, "log_dir": "logs"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
     done = subprocess.run(
         [sys.executable, "-m", "odc_launcher", "--oversubscribe", "--config", "config.json", "train.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "LIMIT_S": str(LIMIT_S)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=250,
     )
     told = done.stderr
     assert done.returncode == DEADLINE_EXIT_CODE, told
-    assert re.search(r"cause: DeadlineError: no sign of life for 3 s .* from rank 1 ", told), told
+    assert re.search(r"cause: DeadlineError: no sign of life for 4 s .* from rank 1 ", told), told
     assert re.search(r"rank 1: step 1, micro-batch 1, the user's code .*<- the odd one\n", told), told
     assert re.search(r"ranks 0, 2-3: step 1, the barrier at the minibatch's end, waiting for rank 1", told), (
         told
     )
     silent = re.search(r"rank 1: step 1.* no progress for ([\d.]+) s", told)
     assert silent is not None
-    assert LIMIT_S <= float(silent.group(1)) <= 2 * LIMIT_S
+    assert LIMIT_S <= float(silent.group(1)) <= LIMIT_S + 20
     for rank in range(4):
         stack = (tmp_path / "logs" / f"stack-rank{rank}.txt").read_text()
         assert ("sleep_for_ever" in stack) == (rank == 1), stack
@@ -85,17 +86,15 @@ def test_a_run_that_goes_well_leaves_no_stack_files(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "odc_launcher", "--config", "config.json", "train.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "LIMIT_S": str(LIMIT_S)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - start < 80
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank0.log", "rank1.log"]
 
 
@@ -125,7 +124,7 @@ def _compiles_for_long(rank: int, world_size: int, slow_step: int) -> int:
 
     compiled.compile_blocks = lambda blocks: None  # what compiling takes is a sleep here
     case = BY_NAME["untied"]
-    config = config_for(case, timeout_s=1.5, startup_timeout_s=60)
+    config = config_for(case, timeout_s=4, startup_timeout_s=120)
     config["model"] = {"compile": True}
     engine, _, _, _ = odcengine.initialize(model=make_model(case), config=config)
     with engine:
@@ -133,13 +132,21 @@ def _compiles_for_long(rank: int, world_size: int, slow_step: int) -> int:
             for micro_batch in micro_batches(case.name, 1, world_size, equal=True)[rank]:
                 loss, count = loss_of(engine, micro_batch)
                 if rank == 1 and step == slow_step:
-                    time.sleep(4.0)
+                    _sleep(engine, 6.0 if step == 0 else 100.0)
                 engine.backward(loss, count=count)
             engine.step()
     return engine.global_steps
 
 
+def _sleep(engine: odcengine.OdcEngine, seconds: float) -> None:
+    """Without a sign of life, until another rank gives up."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        engine._control.check()
+        time.sleep(0.05)
+
+
 def test_compiling_has_the_limit_of_the_start() -> None:
-    assert values(run_ranks(_compiles_for_long, 2, 0, timeout_s=90)) == [2, 2]
-    results = run_ranks(_compiles_for_long, 2, 1, timeout_s=90)
+    assert values(run_ranks(_compiles_for_long, 2, 0)) == [2, 2]
+    results = run_ranks(_compiles_for_long, 2, 1)
     assert results[0].error_type == "DeadlineError", results
