@@ -178,7 +178,7 @@ def _mixed(rank: int, world_size: int, attach: bool) -> dict[str, torch.Tensor]:
 
 def test_bf16_equals_stock_deepspeed_on_one_rank(three: list[dict[str, Any]]) -> None:
     ranks = [rank["mixed"] for rank in three]
-    (stock,) = values(run_ranks(_mixed, 1, False))
+    (stock,) = values(run_ranks(_mixed, 1, False, timeout_s=120))
     for weights in ranks:
         for name, value in weights.items():
             assert torch.allclose(value, stock[name], rtol=2**-6, atol=1e-4), name
@@ -359,7 +359,7 @@ def _unequal_boundaries(rank: int, world_size: int, kind: str) -> None:
 
     case = Case("unequal")
     engine = make_engine(case)
-    odcengine.attach(engine, timeout_s=5, startup_timeout_s=60)
+    odcengine.attach(engine, timeout_s=20, startup_timeout_s=60)
     train_engine(engine, rank, world_size, case, steps=2)
     if rank == 1:
         if kind == "raises":
@@ -376,7 +376,7 @@ def _unequal_boundaries(rank: int, world_size: int, kind: str) -> None:
     [("raises", "out of data"), pytest.param("leaves", "rank 1", marks=pytest.mark.soak)],
 )
 def test_a_rank_that_stops_is_named(kind: str, message: str) -> None:
-    results = run_ranks(_unequal_boundaries, 2, kind, timeout_s=60)
+    results = run_ranks(_unequal_boundaries, 2, kind, timeout_s=120)
     assert not any(result.hung for result in results)
     assert message in str(results[0].error)
     assert results[0].error_type in ("PeerError", "UsageError")

@@ -96,7 +96,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def refused() -> dict[str, str]:
-    first, second = values(run_ranks(_refused, 2, timeout_s=60))
+    first, second = values(run_ranks(_refused, 2, timeout_s=150))
     assert first == second
     return first
 
