@@ -85,8 +85,10 @@ def test_killed_before_any_operation(tag: str, tmp_path: Path) -> None:
 def _run(rank: int, world_size: int, folder: str) -> int:
     engine, loader = start(config_for(folder, every_n_steps=1, keep_last=2))
     begun = engine.global_steps
-    Path(folder, f"begun_{rank}").write_text(str(begun))
-    end = time.monotonic() + 60
+    written = Path(folder, f"begins_{rank}")
+    written.write_text(str(begun))
+    written.rename(Path(folder, f"begun_{rank}"))
+    end = time.monotonic() + 200
     while time.monotonic() < end:
         steps(engine, loader, 1)
     return begun
@@ -101,7 +103,7 @@ def _killer(folder: Path, chance: random.Random, early: bool, last: int) -> Call
     """Kills a random rank at a random moment, after the run has completed a save unless ``early``."""
 
     def during(pids: list[int]) -> None:
-        deadline = time.monotonic() + 80
+        deadline = time.monotonic() + 150
         while not all((folder / f"begun_{rank}").exists() for rank in range(4)):
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -120,7 +122,7 @@ def _kill_and_resume(folder: Path, count: int, seed: int) -> None:
     last = 0
     for number in range(count):
         early = number > 0 and chance.random() < 0.3  # before this run has completed one
-        results = run_ranks(_run, 4, str(folder), during=_killer(folder, chance, early, last), timeout_s=120)
+        results = run_ranks(_run, 4, str(folder), during=_killer(folder, chance, early, last), timeout_s=200)
         assert sum(result.exit_code == -signal.SIGKILL for result in results) == 1, number
         assert not any(result.hung for result in results), number
         begun = {(folder / f"begun_{rank}").read_text() for rank in range(4)}

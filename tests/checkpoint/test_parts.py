@@ -133,7 +133,7 @@ def _go_back(rank: int, world_size: int, folder: str, odc: dict[str, Any]) -> di
 @pytest.mark.parametrize("odc", [{}, HYBRID], ids=["full", "hybrid"])
 def test_going_back_within_a_run(odc: dict[str, Any], tmp_path: Path) -> None:
     """Ranks draw their work here: numbers of minibatches go on while those of steps go back."""
-    for run in values(run_ranks(_go_back, 4 if odc else 2, str(tmp_path), odc, timeout_s=90)):
+    for run in values(run_ranks(_go_back, 4 if odc else 2, str(tmp_path), odc, timeout_s=200)):
         assert run["second"]["samples"] == run["first"]["samples"]
         assert run["second"]["losses"] == pytest.approx(run["first"]["losses"], rel=1e-9)
 

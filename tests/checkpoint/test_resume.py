@@ -35,7 +35,7 @@ def _saved() -> tuple[Path, dict[str, Any]]:
     """A checkpoint of 4 ranks, and how their run went on."""
     folder = tempfile.mkdtemp(prefix="odc-test-")
     runs = values(
-        run_ranks(functools.partial(train, before=BEFORE, save=True, after=AFTER), 4, folder, timeout_s=90)
+        run_ranks(functools.partial(train, before=BEFORE, save=True, after=AFTER), 4, folder, timeout_s=200)
     )
     return Path(folder), runs[0]
 
@@ -52,7 +52,7 @@ def test_goes_on_like_the_uninterrupted_run(layout: str) -> None:
     world_size, odc = LAYOUTS[layout]
     folder, right = _saved()
     runs = values(
-        run_ranks(functools.partial(train, after=AFTER, odc=odc), world_size, str(folder), timeout_s=90)
+        run_ranks(functools.partial(train, after=AFTER, odc=odc), world_size, str(folder), timeout_s=200)
     )
     for run in runs:
         assert run["begun_at"] == BEFORE

@@ -84,7 +84,7 @@ def config_for(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5, "total_num_steps": 60}},
         "balance": {"max_tokens_per_micro_batch": 16},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 60, "wrap": ["Block"], **(odc or {})},
+        "odc": {"timeout_s": 100, "startup_timeout_s": 120, "wrap": ["Block"], **(odc or {})},
         "checkpoint": section,
     }
 

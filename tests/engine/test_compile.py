@@ -62,7 +62,7 @@ def _train_cases(rank: int, world_size: int, names: tuple[str, ...], backend: st
 
 @functools.cache
 def _quick() -> list[dict[str, Any]]:
-    return values(run_ranks(_train_cases, 2, QUICK, "aot_eager", timeout_s=120))
+    return values(run_ranks(_train_cases, 2, QUICK, "aot_eager", timeout_s=280))
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -157,7 +157,7 @@ def _train_packed(
             # AdamW divides by small second moments, which would blow the last bits of fp32 up.
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "model": {"compile": compile_},
-            "odc": {"timeout_s": 60, "startup_timeout_s": 60},
+            "odc": {"timeout_s": 100, "startup_timeout_s": 120},
         },
     )
     gradients: list[dict[str, torch.Tensor]] = []

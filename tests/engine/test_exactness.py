@@ -49,7 +49,7 @@ def _run_all(rank: int, world_size: int, odc: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _layout(name: str) -> list[RankResult]:
     world_size, odc = LAYOUTS[name]
-    return run_ranks(_run_all, world_size, odc, timeout_s=150)
+    return run_ranks(_run_all, world_size, odc, timeout_s=280)
 
 
 @functools.cache

@@ -36,13 +36,13 @@ def _full() -> list[RankResult]:
         {"sharding": "full"},
         options=WITHOUT_SHARED_MEMORY,
         nodes=(2, 1),
-        timeout_s=150,
+        timeout_s=280,
     )
 
 
 @functools.cache
 def _hybrid() -> list[RankResult]:
-    return run_mpi_ranks(_run, 4, HYBRID_CASES, {"sharding": "hybrid"}, nodes=(2, 2), timeout_s=100)
+    return run_mpi_ranks(_run, 4, HYBRID_CASES, {"sharding": "hybrid"}, nodes=(2, 2), timeout_s=280)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

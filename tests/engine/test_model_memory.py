@@ -85,7 +85,7 @@ def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, 
 )
 def test_prediction(world_size: int, odc: dict[str, Any], training: memory.Training) -> None:
     settings = config(**odc)
-    found = values(run_ranks(_measure, world_size, settings, timeout_s=90))
+    found = values(run_ranks(_measure, world_size, settings))
     planned = memory.plan_memory(groups_of(config(**odc)), world_size, found[0]["num_nodes"], training)
     for measured in found:
         assert measured["window"] == planned.window

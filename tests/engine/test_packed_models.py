@@ -60,7 +60,7 @@ def _train(rank: int, world_size: int, family: str, strategy: str, odc: dict[str
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "data": {"shuffle": False},
         "balance": {"strategy": strategy, "max_tokens_per_micro_batch": 10},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 30, **odc},
+        "odc": {"timeout_s": 100, "startup_timeout_s": 120, **odc},
     }
     engine, optimizer, loader, _ = odcengine.initialize(model=model, config=config, training_data=samples())
     assert loader is not None

@@ -155,7 +155,7 @@ def config_for(case: Case, **odc: Any) -> dict[str, Any]:
         "train_batch_size": "auto",
         "gradient_clipping": 0.5,
         "optimizer": {"type": case.optimizer, "params": {"lr": 1e-2}},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 60, "wrap": ["Block"], **odc},
+        "odc": {"timeout_s": 100, "startup_timeout_s": 120, "wrap": ["Block"], **odc},
     }
     for key, value in case.config.items():
         merge = isinstance(base.get(key), dict) and isinstance(value, dict)
