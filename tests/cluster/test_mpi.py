@@ -30,6 +30,7 @@ LAUNCH = [sys.executable, "-m", "odc_launcher"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
 WITHOUT_SHARED_MEMORY = ("--mca", "osc", "pt2pt", "--mca", "btl", "self,tcp")
 FAIL = """\
+import sys, time
 import torch
 import odcengine
 
@@ -37,6 +38,15 @@ config = {"train_batch_size": "auto", "optimizer": {"type": "SGD", "params": {"l
 config["odc"] = {"transport": "mpi"}
 engine, *_ = odcengine.initialize(model=torch.nn.Linear(3, 2), config=config)
 if engine.topology.rank == 1:
+    told = sys.excepthook
+
+    def stay(*error):
+        told(*error)
+        end = time.monotonic() + 100
+        while "rank 1 (host " not in open("logs/rank0.log").read() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    sys.excepthook = stay  # mpirun kills the others a second after the first has ended
     raise RuntimeError("boom 42")
 engine.step()
 """

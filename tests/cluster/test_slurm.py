@@ -49,6 +49,16 @@ sys.exit(9)
 """
 
 
+FAIL = """\
+import glob, os, sys, time
+while os.environ["RANK"] == "3":
+    if len(glob.glob("logs/rank*.log")) == 4:  # SLURM ends the others, also those that have not begun
+        sys.exit("no data")
+    time.sleep(0.05)
+time.sleep(600)
+"""
+
+
 def write(folder: Path, source: str) -> str:
     (folder / "script.py").write_text(source)
     return "script.py"
@@ -105,8 +115,7 @@ def test_submitted_from_outside_with_the_environment_byte_for_byte(cluster: Clus
 
 
 def test_inside_an_allocation_the_first_failure_is_told(cluster: Cluster, tmp_path: Path) -> None:
-    source = "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit('no data')\ntime.sleep(600)\n"
-    script, start = write(tmp_path, source), time.monotonic()
+    script, start = write(tmp_path, FAIL), time.monotonic()
     words = [
         "salloc",
         "--quiet",
