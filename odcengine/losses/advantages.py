@@ -31,7 +31,7 @@ def group_advantages(
     A group has to be in one call with all of its answers, so before it is dealt to ranks.
 
     Args:
-        rewards: ``[n]``, one of each answer.
+        rewards: ``[n]``, one of each answer; also none.
         groups: ``[n]``, integers: answers with the same number are to the same prompt.
         scale: ``std`` or ``none``.
         eps: added to the standard deviation.
@@ -86,6 +86,8 @@ def _checked(
     if rewards.dtype != torch.float64:
         rewards = rewards.float()
     groups = torch.as_tensor(groups, device=rewards.device)
+    if rewards.shape == groups.shape == (0,):
+        groups = groups.long()  # an empty list becomes floats; a rank may have sampled nothing
     if rewards.ndim != 1 or groups.shape != rewards.shape or groups.is_floating_point():
         raise UsageError(
             f"{name}: rewards of shape {list(rewards.shape)}, groups of {list(groups.shape)} and type "

@@ -37,6 +37,9 @@ GRPO_METRICS = ("tokens", "clipped_high", "clipped_low", "clipped_dual", "approx
 ``dual_clip``; of ``r - 1 - log r``, an estimate of KL(old || model); of the KL in the loss, before its
 coefficient; of entropies. What was not computed is 0."""
 
+_OTHER_NAMES = ("old_log_probs", "old_log_prob", "old_logprob", "old_logps", "old_per_token_logps")
+"""What other libraries, and slips, call ``old_logprobs``."""
+
 
 @dataclass(frozen=True)
 class GrpoLoss:
@@ -136,6 +139,8 @@ class GrpoLoss:
         old = logprobs.detach()
         if "old_logprobs" in micro_batch.fields:
             old = self._field(micro_batch, "old_logprobs", logprobs)
+        else:
+            self._refuse_other_names(micro_batch)
         log_ratio = torch.where(has_target, logprobs - old, 0)
         if self.ratio == "sequence":
             means = micro_batch.spread(mean_per_sequence(log_ratio, micro_batch))
@@ -180,6 +185,15 @@ class GrpoLoss:
             is_fixed = high | low | dual | (advantages == 0)
         ratio = torch.where(is_fixed, limit, torch.where(is_fixed, 0, log_ratio).exp())
         return -ratio * advantages, (high, low, dual)
+
+    def _refuse_other_names(self, micro_batch: MicroBatch) -> None:
+        """Old log-probabilities under another library's name would be left out, and every ratio be 1."""
+        for name in _OTHER_NAMES:
+            if name in micro_batch.fields:
+                raise UsageError(
+                    f"GrpoLoss: the micro-batch has a field {name}, but no old_logprobs, so every ratio "
+                    "would be 1; call it old_logprobs, or leave it out if that is meant"
+                )
 
     def _field(self, micro_batch: MicroBatch, name: str, like: torch.Tensor) -> torch.Tensor:
         """A field in the dtype of the log-probabilities: of tokens, or for advantages of sequences."""

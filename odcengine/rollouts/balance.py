@@ -9,8 +9,9 @@ from typing import Any
 
 from odcengine.balance import CostModel, OnlineCost, Plan, make_plan
 from odcengine.config import Config
-from odcengine.data import Minibatch, pack_samples
+from odcengine.data import MicroBatch, Minibatch, pack_samples
 from odcengine.data.lengths import naming
+from odcengine.errors import ConfigError, UsageError
 from odcengine.rollouts.exchange import Stock, move, take_stock
 from odcengine.rollouts.samples import Sample, TensorSample, nested
 from odcengine.rollouts.store import SampleStore
@@ -81,6 +82,13 @@ class Balancer:
         if isinstance(costs, OnlineCost):
             fit = costs.fit()  # no step is running: all that were measured count
             costs, speeds = fit.cost, fit.speeds
+        if stock.lengths and max(stock.lengths) > self._max_tokens:
+            position = next(at for at, length in enumerate(stock.lengths) if length > self._max_tokens)
+            raise ConfigError(
+                f"sample {position} has {stock.lengths[position]} tokens, but a micro-batch holds at most "
+                f"{self._max_tokens} ({stock.origin(position)}); raise balance.max_tokens_per_micro_batch to "
+                f"{max(stock.lengths)} or more, or leave out or truncate what is longer"
+            )
         return make_plan(
             stock.lengths,
             num_ranks=self._topology.world_size,
@@ -115,6 +123,8 @@ class Balancer:
         collate_fn: Collate | None,
         serial: int,
         before_draw: Callable[[], None],
+        *,
+        all_of: Sequence[str] = (),
     ) -> Balanced:
         """This rank's share of a minibatch. Collective.
 
@@ -125,6 +135,7 @@ class Balancer:
             collate_fn: makes micro-batches of samples; None: they are packed.
             serial: number for drawing.
             before_draw: called before every draw.
+            all_of: what samples have under these names is packed even if it does not fit, and so refused.
         """
         plan = self.plan(stock)
         if self.draws:
@@ -135,6 +146,8 @@ class Balancer:
             moved = self.exchange(samples, stock, plan, stand_ins=stand_ins)
             found = moved.__getitem__
         names = stock.packable if fields is None else tuple(fields)
+        if fields is None:
+            names += tuple(name for name in all_of if name in stock.leaves and name not in names)
 
         def load(minibatch: Minibatch) -> Generator[tuple[tuple[int, ...], Any], None, None]:
             planned = minibatch.planned
@@ -147,12 +160,22 @@ class Balancer:
 
         def make(positions: tuple[int, ...]) -> Any:
             if collate_fn is None:
-                return pack_samples(
-                    [nested(found(position)) for position in positions], sample_ids=positions, fields=names
-                )
+                return pack(positions)
             chosen = positions or (min(moved),)
             with naming(f"samples {list(positions)} cannot be put together"):
                 return collate_fn([nested(found(position)) for position in chosen])
+
+        def pack(positions: Sequence[int]) -> MicroBatch:
+            try:
+                return pack_samples(
+                    [nested(found(position)) for position in positions], sample_ids=positions, fields=names
+                )
+            except UsageError as error:
+                if len(positions) == 1:
+                    raise UsageError(f"{error} ({stock.origin(positions[0])})") from error
+                for position in positions:
+                    pack([position])  # the one that is wrong by itself says whose it is
+                raise
 
         def draw() -> int:
             before_draw()

@@ -15,12 +15,10 @@ from odcengine.balance import Plan
 from odcengine.config import Config
 from odcengine.control import ControlBlock, Meeting, Phase
 from odcengine.data import MicroBatch
+from odcengine.data.pack import sequences_of
 from odcengine.device import Device
 from odcengine.errors import UsageError
-from odcengine.models import (
-    check_lengths,
-    is_transformers_model,
-)
+from odcengine.models import check_lengths, is_transformers_model, vocabulary_size
 from odcengine.rollouts.balance import Balanced, Balancer, Collate
 from odcengine.rollouts.exchange import Stock
 from odcengine.rollouts.generating import generating
@@ -31,6 +29,8 @@ from odcengine.transport.base import Transport
 
 Annotations = Mapping[str, torch.Tensor]
 """Values by name: ``[1, T]`` of a micro-batch's positions, or ``[num_sequences]``."""
+_OF_LOSSES = ("advantages", "old_logprobs", "ref_logprobs")
+"""What ``odcengine.losses`` reads. Nobody would miss old log-probabilities that have another length."""
 
 
 class RolloutCalls(abc.ABC):
@@ -77,7 +77,7 @@ class RolloutCalls(abc.ABC):
 
         Raises:
             UsageError: a sample without tokens, or one that cannot travel.
-            ValueError: a sample longer than ``balance.max_tokens_per_micro_batch``.
+            ConfigError: a sample longer than ``balance.max_tokens_per_micro_batch``.
         """
         with self._meeting("plan"):
             return self._balancer.plan(self._balancer.take_stock(samples, lengths)[1])
@@ -130,7 +130,8 @@ class RolloutCalls(abc.ABC):
                 whatever the loss needs; see :meth:`exchange`. Ranks may have any numbers of them.
             lengths: as for :meth:`plan`.
             fields: names of what micro-batches take along in ``fields``; by default every number, and every
-                1-D tensor with one value a token.
+                1-D tensor with one value a token. ``advantages``, ``old_logprobs`` and ``ref_logprobs`` have
+                to be one or the other then.
             collate_fn: makes a micro-batch of a list of samples; by default the one given to ``initialize``,
                 else samples are packed.
 
@@ -140,11 +141,11 @@ class RolloutCalls(abc.ABC):
 
         Raises:
             UsageError: a sample that cannot travel; with ``dynamic``, more than ``balance.sample_store_mib``.
-            ValueError: a sample longer than ``balance.max_tokens_per_micro_batch``.
+            ConfigError: a sample longer than ``balance.max_tokens_per_micro_batch``.
         """
         collate_fn = collate_fn or self._balancer.collate_fn
         with self._meeting("balance"):
-            self._balanced = self._make_minibatch(samples, lengths, fields, collate_fn)
+            self._balanced = self._make_minibatch(samples, lengths, fields, collate_fn, all_of=_OF_LOSSES)
         return self._balanced
 
     def annotate(
@@ -260,12 +261,17 @@ class RolloutCalls(abc.ABC):
         lengths: Sequence[int] | None,
         fields: Sequence[str] | None,
         collate_fn: Collate | None,
+        all_of: Sequence[str] = (),
     ) -> Balanced:
         tensors, stock = self._balancer.take_stock(samples, lengths)
         if collate_fn is None:
+            if is_transformers_model(self.module):
+                _check_vocabulary(tensors, vocabulary_size(self.module))
             self._prepare_packing(stock)
         wait = functools.partial(self._device.wait_for_backlog, self._control)
-        return self._balancer.minibatch(tensors, stock, fields, collate_fn, self._next_serial(), wait)
+        return self._balancer.minibatch(
+            tensors, stock, fields, collate_fn, self._next_serial(), wait, all_of=all_of
+        )
 
     def _prepare_packing(self, stock: Stock) -> None:
         """Several samples share a row: attention must stop between them. All ranks see to it together."""
@@ -275,6 +281,21 @@ class RolloutCalls(abc.ABC):
         if stock.lengths and is_transformers_model(self.module):
             one_a_row = self.config.train_micro_batch_size_per_gpu == 1
             check_lengths(self.module, stock.longest, shared_rows=not one_a_row)
+
+
+def _check_vocabulary(samples: Sequence[TensorSample], vocab_size: int) -> None:
+    """Token ids outside of the vocabulary have a name here; on a GPU they end the process's context."""
+    for number, sample in enumerate(samples):
+        for name, sequence in sequences_of(nested(sample), f"sample {number}"):
+            tokens = sequence.get("input_ids")
+            if tokens is None:
+                continue
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+            if len(outside):
+                raise UsageError(
+                    f"{name} has the token id {int(outside[0])}, but the model's vocabulary is 0 to "
+                    f"{vocab_size - 1}; tokenise with the model's own tokenizer"
+                )
 
 
 def _cut(name: str, values: Any, micro_batch: MicroBatch) -> list[torch.Tensor]:

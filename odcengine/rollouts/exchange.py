@@ -27,6 +27,7 @@ from odcengine.rollouts.samples import (
     Schema,
     TensorSample,
     convert,
+    leaf_of,
     merge,
     nbytes,
     nested,
@@ -76,6 +77,16 @@ class Stock:
     def own(self) -> range:
         """Positions of this rank's samples."""
         return range(self.first, self.first + self.homes.count(self.rank))
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """Names of fields, also of those in lists of mappings, without the names of the lists."""
+        return frozenset(map(leaf_of, self.schema))
+
+    def origin(self, position: int) -> str:
+        """Who gave a sample, for messages: positions are nothing that a rank could look up."""
+        home = self.homes[position]
+        return f"sample {position - self.homes.index(home)} of those that rank {home} gave"
 
 
 def take_stock(

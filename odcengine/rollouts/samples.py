@@ -104,6 +104,11 @@ def nested(sample: TensorSample) -> TensorSample:
     return found
 
 
+def leaf_of(field: Field) -> str:
+    """The name of a field without that of the list of mappings that it is in."""
+    return field.name.rpartition(_INSIDE)[2]
+
+
 def packable(schema: Schema, counts: Sequence[Sequence[int]]) -> tuple[str, ...]:
     """Fields that packed rows can take along: numbers, and what has one value a token in all samples.
 

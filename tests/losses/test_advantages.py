@@ -34,6 +34,7 @@ def test_groups_without_information_get_exactly_zero() -> None:
     assert group_advantages([0.1] * 6, [0] * 6, scale="none").tolist() == [0.0] * 6
     assert informative_groups(REWARDS, GROUPS).tolist() == [of in (7, 2) for of in GROUPS]
     assert group_advantages([], torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert group_advantages([], []).shape == informative_groups([], []).shape == (0,)
     assert group_advantages([1, 0], [3, 3]).dtype == torch.float32
 
 

@@ -155,5 +155,8 @@ def test_fields_that_are_missing() -> None:
         GrpoLoss().of(found, pack_samples([sample], fields=["advantages", "old_logprobs"]))
     with pytest.raises(UsageError, match="has no field ref_logprobs"):
         GrpoLoss(kl_coef=1.0).of(found, pack_samples([sample], fields=["advantages"]))
+    other = {"input_ids": [1, 2], "advantages": 1.0, "old_log_probs": [0.0, -1.0]}
+    with pytest.raises(UsageError, match="has a field old_log_probs, but no old_logprobs"):
+        GrpoLoss().of(found, pack_samples([other], fields=["advantages", "old_log_probs"]))
     with pytest.raises(UsageError, match="entropy_coef needs entropies"):
         GrpoLoss(entropy_coef=1.0).of(found, pack_samples([sample], fields=["advantages"]))

@@ -45,6 +45,29 @@ def _too_long(engine: OdcEngine, rank: int) -> None:
     engine.balance([{"input_ids": [1] * (20 + 13 * rank)}])
 
 
+def _not_finite(engine: OdcEngine, rank: int) -> None:
+    samples = make_rollouts(0, 3)
+    if rank == 1:
+        samples[2]["advantages"] = float("nan")
+    list(engine.balance(samples))
+
+
+def _of_completions_only(engine: OdcEngine, rank: int) -> None:
+    samples = make_rollouts(0, 3)
+    if rank == 1:
+        samples[1]["old_logprobs"] = samples[1]["old_logprobs"][-1:]
+    engine.annotate(samples, lambda batch: {})  # which may replace them
+    list(engine.balance(samples))
+
+
+def _outside_of_the_vocabulary(engine: OdcEngine, rank: int) -> None:
+    samples = make_rollouts(0, 3)
+    if rank == 1:
+        samples[1]["input_ids"] = samples[1]["input_ids"].clone()
+        samples[1]["input_ids"][-1] = engine.module.config.vocab_size
+    engine.balance(samples)
+
+
 def _another_program(engine: OdcEngine, rank: int) -> None:
     if rank == 0:
         engine.balance(make_rollouts(0, 2))
@@ -97,7 +120,22 @@ CASES: dict[str, tuple[Callable[[OdcEngine, int], None], dict[str, Any], list[st
         {},
         ["rank 0 and rank 1 have different fields: old_logprobs"],
     ),
-    "too long": (_too_long, {}, ["sample 1 has 33 tokens, but a micro-batch holds at most 32"]),
+    "too long": (
+        _too_long,
+        {},
+        ["sample 1 has 33 tokens, but a micro-batch holds at most 32 (sample 0 of those that rank 1 gave)"],
+    ),
+    "not finite": (_not_finite, {}, ["advantages is not finite (nan) (sample 2 of those that rank 1 gave)"]),
+    "of completions only": (
+        _of_completions_only,
+        {},
+        ["old_logprobs has shape [1], but there are", "(sample 1 of those that rank 1 gave)"],
+    ),
+    "outside of the vocabulary": (
+        _outside_of_the_vocabulary,
+        {},
+        ["sample 1 has the token id 11, but the model's vocabulary is 0 to 10"],
+    ),
     "another program": (
         _another_program,
         {},
