@@ -58,6 +58,6 @@ cluster-packages:
 	  apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null; }
 
 clean:
-	rm -rf build dist demo_out *.egg-info launcher/*.egg-info tools/*.egg-info
+	rm -rf build dist demo_out grpo_out *.egg-info launcher/*.egg-info tools/*.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

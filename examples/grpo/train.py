@@ -78,6 +78,8 @@ def main() -> None:
                 break  # the files are at their end on all ranks
             metrics = update(engine, found, arguments)
             log.add(iteration, reward, accuracy, count, metrics)
+            if rank == 0 and (iteration % 10 == 0 or iteration == arguments.iterations - 1):
+                logger.info("round %d: reward %.3f, right %.1f%%", iteration, reward, 100 * accuracy)
         log.close()
 
 
@@ -230,8 +232,6 @@ class RewardLog:
             return
         self._rewards.append((reward, accuracy))
         idle = sum(sum(step.idle_shares) / len(step.idle_shares) for step in metrics) / len(metrics)
-        if iteration % 10 == 0:
-            logger.info("round %d: reward %.3f, right %.1f%%", iteration, reward, 100 * accuracy)
         if self._folder is not None:
             line = {
                 "iteration": iteration,

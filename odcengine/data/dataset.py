@@ -239,7 +239,10 @@ class TokenDataset:
         try:
             meta = json.loads((path / _META).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: not a data set of odcengine ({error})") from error
+            raise ConfigError(
+                f"{path}: not a data set of odcengine ({error}; looked in {path.absolute()}); make one with "
+                "odc prepare"
+            ) from error
         if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
             raise ConfigError(f"{path}: not a data set of odcengine (meta.json is not of format {_FORMAT})")
         if meta.get("version") != _VERSION:

@@ -144,7 +144,7 @@ def _field_of(sequence: Sample, field: str, name: str) -> torch.Tensor:
     if value.ndim and len(value) != len(sequence["input_ids"]):
         raise UsageError(
             f"{name}: {field} has shape {list(value.shape)}, but there are {len(sequence['input_ids'])} "
-            "input_ids; give one number, or one for each token"
+            "input_ids; give one number, or one for each token, prompt included"
         )
     value = value.detach().cpu()
     return value if value.is_floating_point() or value.dtype == torch.bool else value.to(torch.int64)
