@@ -18,7 +18,6 @@ from odcengine.sharding.layout import PlainMemory, padding_notice
 from odcengine.sharding.wrap import group_modules
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(600)
 
 VOCAB, EXPERTS = 64, 8
 SHAPE: dict[str, Any] = {

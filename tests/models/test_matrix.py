@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 from models.families import FAMILIES, REFUSED
 from models.matrix import PAGE, TOLERANCE, Row, compiled_error, measure, message_of, tables, tables_of_page
 
-pytestmark = pytest.mark.timeout(600)
 Measured = tuple[dict[str, Row], list[list[list[int]]]]
 
 

@@ -315,6 +315,7 @@ def test_fsdp2_on_symmetric_memory(tmp_path: Path) -> None:
     assert "fsdp2-symm/lb_micro" in (record["skipped"] or record["summary"])
 
 
+@pytest.mark.usefixtures("compiled_deepspeed")
 def test_deepspeed_against_itself_on_demand(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     file = tmp_path / "zero3.json"
