@@ -17,6 +17,8 @@ BIN := .venv/bin
 STAMP := .venv/.odcengine-installed
 
 CLUSTER_PACKAGES := slurm-wlm munge openmpi-bin libopenmpi-dev iproute2
+# A new machine may update itself just now, and a mirror may not answer at once.
+APT_GET := DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 -o Acquire::Retries=5
 
 .PHONY: install demo test check soak dist cluster-packages clean
 
@@ -54,8 +56,12 @@ dist: install
 	$(BIN)/python -m build --outdir dist .
 
 cluster-packages:
-	@dpkg -s $(CLUSTER_PACKAGES) >/dev/null 2>&1 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-	  apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null; }
+	@dpkg -s $(CLUSTER_PACKAGES) >/dev/null 2>&1 || for pause in 15 60 0; do \
+	  $(APT_GET) update; \
+	  $(APT_GET) install -y --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null \
+	    && exit 0; \
+	  sleep $$pause; \
+	done; dpkg -s $(CLUSTER_PACKAGES) >/dev/null
 
 clean:
 	rm -rf build dist demo_out grpo_out *.egg-info launcher/*.egg-info tools/*.egg-info
