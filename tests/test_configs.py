@@ -50,7 +50,7 @@ def test_config_trains(name: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -68,7 +68,7 @@ def test_example_without_data_says_so(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode
     assert "ConfigError: no data: give --data DIRECTORY, or data.path in the configuration" in done.stderr

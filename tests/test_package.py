@@ -20,7 +20,7 @@ PACKAGES = {"odcengine": ROOT, "odc_launcher": ROOT / "launcher", "odc_tools": R
 def run_python(*words: str) -> str:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.values()))}
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

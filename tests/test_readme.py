@@ -48,7 +48,7 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
 
 
@@ -65,6 +65,7 @@ def test_commands_are_known() -> None:
     assert programs == {"odc-launch", ".venv/bin/python", ".venv/bin/odc-launch", ".venv/bin/odc"}
 
 
+@pytest.mark.timeout(1800)  # eight programs
 def test_prepare_then_train(checkout: Path) -> None:
     """In README's order; the launcher's example with a script of its own is the next test."""
     mine = [words for words in commands() if words[0] != "odc-launch"]

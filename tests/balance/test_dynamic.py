@@ -137,7 +137,7 @@ def _train(rank: int, world_size: int, strategy: str, odc: dict[str, Any], folde
             "train_batch_size": 20,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "balance": {"strategy": strategy, "max_tokens_per_micro_batch": 40},
-            "odc": {"timeout_s": 30, "startup_timeout_s": 60, **odc},
+            "odc": {"timeout_s": 60, "startup_timeout_s": 90, **odc},
             "monitor": {"progress": "off"},
         },
     )
@@ -165,7 +165,7 @@ def _train(rank: int, world_size: int, strategy: str, odc: dict[str, Any], folde
 
 
 def _await_files(paths: list[Path]) -> None:
-    deadline = time.monotonic() + 25
+    deadline = time.monotonic() + 50
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -200,7 +200,7 @@ def _count(rank: int, world_size: int) -> list[int]:
         config={
             "train_batch_size": "auto",
             "optimizer": {"type": "SGD"},
-            "odc": {"timeout_s": 30, "startup_timeout_s": 60},
+            "odc": {"timeout_s": 60, "startup_timeout_s": 90},
             "monitor": {"progress": "off"},
         },
     )
@@ -225,5 +225,5 @@ def _count(rank: int, world_size: int) -> list[int]:
 
 def test_counter_gives_each_number_once() -> None:
     """Three processes with two threads each, as fast as they can."""
-    numbers = sorted(number for of_rank in values(run_ranks(_count, 3, timeout_s=60)) for number in of_rank)
+    numbers = sorted(number for of_rank in values(run_ranks(_count, 3, timeout_s=120)) for number in of_rank)
     assert numbers == list(range(3 * 2 * 200))

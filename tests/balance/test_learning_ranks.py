@@ -53,7 +53,7 @@ def _train(rank: int, world_size: int, seconds_per_token: float) -> tuple[str, F
             "train_batch_size": 8,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
             "balance": {"max_tokens_per_micro_batch": 60},
-            "odc": {"timeout_s": 30, "startup_timeout_s": 30},
+            "odc": {"timeout_s": 60, "startup_timeout_s": 90},
         },
         model=model,
         training_data=data,
@@ -78,7 +78,7 @@ def _train(rank: int, world_size: int, seconds_per_token: float) -> tuple[str, F
 def test_a_slow_rank_is_found_and_planned_for() -> None:
     measured = []
     for seconds_per_token in SECONDS_PER_TOKEN:
-        (plans, fit, busy), other = values(run_ranks(_train, 2, seconds_per_token, timeout_s=90))
+        (plans, fit, busy), other = values(run_ranks(_train, 2, seconds_per_token, timeout_s=120))
         assert other == (plans, fit, busy)
         ratios = [slow / fast for fast, slow in busy]
         first, last = np.median(ratios[:8]), np.median(ratios[-8:])  # the first have equal work

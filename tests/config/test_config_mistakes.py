@@ -69,7 +69,7 @@ def test_user_case_8_on_the_command_line(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 2
     assert done.stdout == ""

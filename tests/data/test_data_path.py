@@ -48,7 +48,7 @@ def _train(rank: int, world_size: int, folder: str, data: dict[str, Any], given:
         },
         "data": {"shuffle": False, **data},
         "balance": {"max_tokens_per_micro_batch": 10},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 30},
+        "odc": {"timeout_s": 60, "startup_timeout_s": 90},
     }
     engine, _, loader, _ = odcengine.initialize(
         config=config, training_data=TokenDataset.open("tokens") if given else None
@@ -85,6 +85,6 @@ def test_two_ranks_train_on_it(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path, data: dict[str, Any], given: bool, message: str) -> None:
     write(tmp_path / "tokens")
     write(tmp_path / "large", vocab_size=1000)
-    (result,) = run_ranks(_train, 1, str(tmp_path), data, given, timeout_s=60)
+    (result,) = run_ranks(_train, 1, str(tmp_path), data, given)
     assert result.error_type == "ConfigError"
     assert message in str(result.error)

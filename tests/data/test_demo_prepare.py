@@ -109,7 +109,7 @@ def test_standard_library(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()

@@ -38,7 +38,7 @@ def run(*words: str | Path | int, folder: Path) -> subprocess.CompletedProcess[s
     env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
     return subprocess.run(
-        [sys.executable, *map(str, words)], cwd=folder, env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, *map(str, words)], cwd=folder, env=env, capture_output=True, text=True, timeout=600
     )
 
 

@@ -323,7 +323,7 @@ def _train(rank: int, world_size: int, family: str, fused: bool, low: bool, odc:
         "bf16": {"enabled": low},
         "data": {"shuffle": False},
         "balance": {"strategy": "lb_micro", "max_tokens_per_micro_batch": 16},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 30, **odc},
+        "odc": {"timeout_s": 60, "startup_timeout_s": 90, **odc},
     }
     data = [{"input_ids": tokens} for tokens in [*SAMPLES, *reversed(SAMPLES), SAMPLES[0], SAMPLES[2]]]
     engine, optimizer, loader, _ = odcengine.initialize(
@@ -367,7 +367,7 @@ def _train_all(rank: int, world_size: int) -> list[Any]:
 
 def test_sharded() -> None:
     """Through the engine on two ranks, against the same run with all logits: both minibatches' gradients."""
-    for results in values(run_ranks(_train_all, 2, timeout_s=120)):
+    for results in values(run_ranks(_train_all, 2, timeout_s=300)):
         for (family, low, _), (fused, plain) in zip(CASES, results, strict=True):
             assert fused["sizes"] == {1}
             assert min(plain["sizes"]) >= 48

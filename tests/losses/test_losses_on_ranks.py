@@ -176,7 +176,7 @@ def _one_thread() -> Iterator[None]:
 
 @functools.cache
 def _results() -> list[Any]:
-    return values(run_ranks(_train_all, 2, timeout_s=240))
+    return values(run_ranks(_train_all, 2, timeout_s=500))
 
 
 def right_gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ def _run(rank: int, world_size: int) -> list[Any]:
 
 def test_code() -> None:
     """On one rank of its own, for the page makes an engine."""
-    [[sums, pairs, own, count]] = values(run_ranks(_run, 1, timeout_s=120))
+    [[sums, pairs, own, count]] = values(run_ranks(_run, 1, timeout_s=300))
     assert sums["tokens"] == 5
     assert 0 < sums["entropy"] / sums["tokens"] < 3.5  # log of the vocabulary is 3.47
     assert sums["approx_kl"] == pytest.approx(0, abs=1e-6)

@@ -253,7 +253,7 @@ def measure(names: list[str]) -> tuple[dict[str, Row], list[list[list[int]]]]:
     torch.set_num_threads(1)  # tensors this small only wait for threads
     try:
         with tempfile.TemporaryDirectory() as folder:
-            ranks = values(run_ranks(train, 2, names, folder, timeout_s=50.0 + 10 * len(names)))
+            ranks = values(run_ranks(train, 2, names, folder, timeout_s=100.0 + 20 * len(names)))
             rows = {
                 name: measure_family(FAMILIES[name], [rank[name] for rank in ranks], Path(folder) / name)
                 for name in names

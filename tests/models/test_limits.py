@@ -66,7 +66,7 @@ def _train(rank: int, world_size: int, too_long: str) -> list[float]:
         "optimizer": {"type": "AdamW"},
         "model": {"config": GPT2},
         "data": {"max_length": 48 if too_long == "error" else 32, "too_long": too_long},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 30},
+        "odc": {"timeout_s": 60, "startup_timeout_s": 90},
     }
     engine, _, loader, _ = odcengine.initialize(
         config=config, training_data=TokenDataset.from_samples(samples)

@@ -212,7 +212,7 @@ def config_with(**model: Any) -> dict[str, Any]:
         "seed": 7,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "balance": {"max_tokens_per_micro_batch": 16},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 30},
+        "odc": {"timeout_s": 60, "startup_timeout_s": 90},
         **({"model": model} if model else {}),
     }
 

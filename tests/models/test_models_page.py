@@ -66,7 +66,7 @@ def test_commands_run(folder: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"step \d+.*loss", done.stdout + done.stderr)) == 4

@@ -170,7 +170,7 @@ def test_other_files_on_another_rank(tmp_path: Path) -> None:
         _save(tmp_path / str(rank), num_hidden_layers=3)
     shutil.rmtree(tmp_path / "1")
     load_model(SMALL).save_pretrained(tmp_path / "1")  # type: ignore[operator]
-    told = [result.error or "" for result in run_ranks(_start, 2, str(tmp_path), timeout_s=60)]
+    told = [result.error or "" for result in run_ranks(_start, 2, str(tmp_path))]
     assert any(
         "model's files (names, sizes, places of tensors) of ranks [1] differs" in error for error in told
     )

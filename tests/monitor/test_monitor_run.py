@@ -64,7 +64,7 @@ def _config(**sections: Any) -> dict[str, Any]:
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "balance": {"max_tokens_per_micro_batch": 60},
         "data": {"shuffle": False},
-        "odc": {"timeout_s": 30, "startup_timeout_s": 30},
+        "odc": {"timeout_s": 60, "startup_timeout_s": 90},
     }
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
@@ -327,7 +327,7 @@ def _slow_rank(rank: int, world_size: int, folder: str) -> list[StepMetrics]:
 def _await_the_other(engine: odcengine.OdcEngine, rank: int) -> None:
     """Return when the other rank waits at the end of its minibatch, however late it came there."""
     words, other = engine._control._words, 1 - rank
-    deadline = time.monotonic() + 25
+    deadline = time.monotonic() + 50
     while words[other, Word.PHASE] != Phase.BARRIER or not words[other, Word.WAITS_FOR]:
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -58,7 +58,7 @@ def test_needs_no_torch(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "bench-balance.json").exists()
