@@ -527,7 +527,7 @@ class ControlBlock:
         if not silent and not silent_remote:
             return
         # Those who wait for somebody themselves are victims.
-        silent = list(dict.fromkeys(self._follow(index) for index in silent))
+        silent = list(dict.fromkeys(self._follow(index, latest) for index in silent))
         stuck = [index for index in silent if not self._is_waiting(index)]
         stuck_remote = [rank for rank in silent_remote if not remote[rank][1]]
         if stuck or stuck_remote:
@@ -576,15 +576,24 @@ class ControlBlock:
         looked = int(self._words[index, Word.LOOKED_NS])
         return bool(self._words[index, Word.WAITS_FOR]) and time.monotonic_ns() - looked < _STOPPED_S * 1e9
 
-    def _follow(self, index: int) -> int:
-        """The end of the chain of ranks of this node in which each waits for the next; itself in a circle."""
+    def _follow(self, index: int, latest: int) -> int:
+        """The end of the chain of ranks of this node in which each waits for the next; itself in a circle.
+
+        A rank that has not looked around lately may be stopped, or a victim that got no time to look: it is
+        one where the rank that it waits for does not wait and gave no sign since ``latest`` (ns).
+        """
         end, seen = index, {self._me}
         while end not in seen:
             seen.add(end)
             rank = int(self._words[end, Word.WAITS_FOR]) - 1
-            if rank not in self.topology.peers or not self._is_waiting(end):
+            if rank not in self.topology.peers:
                 return end
-            end = self.topology.peers.index(rank)
+            awaited = self.topology.peers.index(rank)
+            words = self._words[awaited]
+            no_suspect = awaited == self._me or words[Word.WAITS_FOR] or words[Word.ALIVE_NS] >= latest
+            if no_suspect and not self._is_waiting(end):
+                return end
+            end = awaited
         return index
 
     # -- flag B and the node's barrier -----------------------------------------------------------------

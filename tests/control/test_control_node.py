@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 from distributed import RankResult, run_ranks, values
-from transport.conformance import MARGIN_S, Report, end_stopped, report_of, survivors
+from transport.conformance import MARGIN_S, Report, end_stopped, report_of, state, survivors
 
 from odcengine._memory import share_descriptors
 from odcengine._words import Word
@@ -110,6 +110,28 @@ def test_rank_that_is_stopped_while_it_waits_is_blamed() -> None:
         assert "from rank 1 (host testhost, pid " in blamed, report
         assert "rank 0 (" not in blamed, report
         assert "rank 2 (" not in blamed, report
+
+
+def _held_up(rank: int, world: int, token: str) -> Report:
+    control = block(rank, world, token)
+    control.barrier(Meeting.ALLOCATE)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0:  # waits for rank 1, and gets no time from some moment on
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        control.wait_epoch(1, 0)
+    while any(state(int(control._words[other, Word.PID])) != "T" for other in (0, 1)):
+        time.sleep(0.01)
+    control.timeout_s = 1.5
+    return report_of(lambda: control.wait_epoch(0, 0))
+
+
+def test_victim_that_gets_no_time_to_look_is_not_blamed() -> None:
+    (report,) = values(launch(_held_up, 3, during=end_stopped)[2:])
+    assert report.culprit == 1, report
+    blamed = report.message.partition(" waited in ")[0].rpartition(". ")[0]
+    assert "from rank 1 (host testhost, pid " in blamed, report
+    assert "rank 0 (" not in blamed, report
 
 
 def _gives_up(rank: int, world: int, token: str) -> tuple[str, bool]:
