@@ -194,7 +194,10 @@ def is_off(path: str, value: Any) -> bool:
 
 
 AUTO_VALUES: dict[str, tuple[Any, str]] = {
-    "train_batch_size": (None, "derived from the other two and the world size"),
+    "train_batch_size": (
+        None,
+        "derived from the other two and the world size; without them the script's own",
+    ),
     "train_micro_batch_size_per_gpu": (None, "no limit of samples beside the token limit"),
     "gradient_accumulation_steps": (None, "1"),
     "gradient_clipping": (1.0, "1.0"),

@@ -123,6 +123,10 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._garbage = QuietGarbage(config.odc.manage_gc)
         self._closed = False
+        self._updates = False
+        self._optimizer_hook = optimizer.register_step_pre_hook(
+            functools.partial(_refuse_step, weakref.ref(self))
+        )
         if loader is not None:
             loader.before_draw = functools.partial(job.device.wait_for_backlog, job.control)
             loader.next_serial = self._next_serial
@@ -444,17 +448,18 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
 
     def _step_optimizer(self, skip: torch.Tensor | None = None) -> None:
         """Step optimizer and, unless the device decides whether it counts, scheduler."""
-        if skip is None:
-            self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
-            return
         optimizer: Any = self.optimizer
-        optimizer.found_inf = skip
+        self._updates = True
         try:
+            if skip is not None:
+                optimizer.found_inf = skip
             optimizer.step()
         finally:
-            del optimizer.found_inf
+            self._updates = False
+            if skip is not None:
+                del optimizer.found_inf
+        if skip is None and self.scheduler is not None:
+            self.scheduler.step()
 
     def _start_minibatch(self) -> None:
         self._draw_serial = self._next_serial()
@@ -554,6 +559,11 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._sharding.reshard()  # an evaluation may have left full parameters
 
     def _close(self, meeting: Meeting) -> None:
+        if self._micro_batches and self.topology.rank == 0:
+            logger.warning(
+                "close: %d micro-batches had a backward and no engine.step(); nothing was learned from them",
+                self._micro_batches,
+            )
         self._leave(keep_signals=True)
         try:
             unsaved = self._checkpoints.close(meeting)
@@ -608,6 +618,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
 
     def _leave(self, *, keep_signals: bool = False) -> None:
         self._closed = True
+        self._optimizer_hook.remove()
         self._garbage.close()
         if not keep_signals:
             self._stop.close()
@@ -659,6 +670,18 @@ class _Agreed:
             used=used,
             votes=votes,
             stops=round(stops),
+        )
+
+
+def _refuse_step(reference: weakref.ref[OdcEngine], *_: Any) -> None:
+    """``optimizer.step()`` of the script's: it would find no gradients and change nothing, without a word."""
+    engine = reference()
+    if engine is None or engine._updates or not engine._micro_batches:
+        return
+    with engine._control.phase(Phase.UPDATE):
+        raise UsageError(
+            "optimizer.step() in the middle of a minibatch: the gradients are with the ranks that own them. "
+            "Call engine.step() on every rank instead, which also clips, steps the scheduler and publishes"
         )
 
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -579,7 +580,18 @@ def _misuse(rank: int, world_size: int) -> list[str]:
         except UsageError as error:
             messages.append(str(error))
         engine._control._mine[10] = 0  # forget the failure: each of these ends the job
-    return messages
+    engine.optimizer.step()  # between minibatches it finds nothing to do
+    _minibatch(engine, rank, world_size, 0)
+    try:
+        engine.optimizer.step()
+    except UsageError as error:
+        messages.append(str(error))
+    engine._control._mine[10] = 0
+    with mock.patch("odcengine.engine.logger.warning") as warning:
+        engine.close()
+    engine.optimizer.step()  # the optimizer is the script's again
+    text, *values = warning.call_args.args
+    return [*messages, text % tuple(values)]
 
 
 def test_misuse_of_backward_is_named() -> None:
@@ -587,6 +599,8 @@ def test_misuse_of_backward_is_named() -> None:
     assert "the loss has shape [3]" in messages[0]
     assert "give count=..." in messages[1]
     assert "count is -1.0" in messages[2]
+    assert "Call engine.step() on every rank instead" in messages[3]
+    assert "2 micro-batches had a backward and no engine.step()" in messages[4]
 
 
 def _after_close(rank: int, world_size: int) -> str:
