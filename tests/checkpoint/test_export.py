@@ -61,7 +61,7 @@ def _train(rank: int, world_size: int, folder: str, name: str, adapter: bool, bf
     config = {
         "train_batch_size": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "odc": {"timeout_s": 60},
+        "odc": {"timeout_s": 100},
         "bf16": {"enabled": bf16},
         "model": {},
     }
@@ -92,7 +92,7 @@ def _export(folder: Path, *options: str) -> str:
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'launcher'}:{ROOT / 'tools'}", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
