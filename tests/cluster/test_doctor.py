@@ -39,7 +39,6 @@ def texts(report: dict[str, Any], level: str) -> dict[str, tuple[list[str], str]
     return {f["check"]: (f["hosts"], f["text"]) for f in report["findings"] if f["level"] == level}
 
 
-@pytest.mark.timeout(290)
 def test_two_healthy_nodes(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("train_batch_size: 8\nodc: {sharding: hybrid}\n")
     code, report = examine(cluster, tmp_path, "--config", "c.yaml", salloc=("--ntasks-per-node=2",))
@@ -57,7 +56,6 @@ def test_two_healthy_nodes(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(290)
 def test_one_node_of_an_allocation_is_looked_at_there(cluster: Cluster, tmp_path: Path) -> None:
     """The shell of salloc may be on a login node."""
     words = ["salloc", "--quiet", "--nodes=1", "--nodelist=n2", *cluster.launch("doctor", "--json")]
@@ -68,7 +66,6 @@ def test_one_node_of_an_allocation_is_looked_at_there(cluster: Cluster, tmp_path
     assert texts(report, "ok")["small job"][1].startswith("2 cpu ranks over shm pulled")
 
 
-@pytest.mark.timeout(290)
 def test_a_node_without_torch_is_named(cluster: Cluster, tmp_path: Path) -> None:
     path = broken(cluster, tmp_path, "True", "sys.modules['torch'] = None")
     code, report = examine(cluster, tmp_path, "--timeout-s", "45", PYTHONPATH=path)
@@ -81,7 +78,6 @@ def test_a_node_without_torch_is_named(cluster: Cluster, tmp_path: Path) -> None
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(290)
 def test_a_node_that_hangs_is_named(cluster: Cluster, tmp_path: Path) -> None:
     path = broken(cluster, tmp_path, "'doctor' in sys.orig_argv", "time.sleep(150)")
     code, report = examine(cluster, tmp_path, "--timeout-s", "45", PYTHONPATH=path)
@@ -92,7 +88,6 @@ def test_a_node_that_hangs_is_named(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(290)
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 def test_by_mpirun(cluster: Cluster, tmp_path: Path) -> None:
     tasks = ("--ntasks-per-node=2",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from slurm_cluster import Cluster, wait_until
 
 TRAIN = """
@@ -58,7 +57,6 @@ def begins(folder: Path, rank: int = 0) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.timeout(290)
 def test_array_member_is_warned_saves_is_requeued_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """User cases 3 and 4: `scancel --signal` (as --signal=USR1@300 does) to a member of an array."""
     prepare(tmp_path, every=0, launch="max_requeues: 1, nodes: 2, nproc_per_node: 1")
@@ -84,7 +82,6 @@ def test_array_member_is_warned_saves_is_requeued_and_goes_on(cluster: Cluster, 
         cluster.run(tmp_path, "scancel", out.strip())
 
 
-@pytest.mark.timeout(290)
 def test_time_limit_warns_by_signal(cluster: Cluster, tmp_path: Path) -> None:
     prepare(tmp_path, every=0, launch="nodes: 2, nproc_per_node: 1")
     limit = ["--sbatch-arg=--time=10", "--sbatch-arg=--signal=USR1@10"]
@@ -102,7 +99,6 @@ def test_time_limit_warns_by_signal(cluster: Cluster, tmp_path: Path) -> None:
     assert (tmp_path / "saved" / "latest").read_text().strip() == saved.name
 
 
-@pytest.mark.timeout(290)
 def test_lost_node_leaves_a_run_on_the_other(cluster: Cluster, tmp_path: Path) -> None:
     prepare(tmp_path, every=2, launch="max_restarts: 1, nproc_per_node: 1")
     words = ["--config", "c.yaml", "train.py", str(tmp_path), "40", "21"]

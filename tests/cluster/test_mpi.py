@@ -111,7 +111,6 @@ def test_contradiction_of_mpi_and_torch_stops_the_job(tmp_path: Path) -> None:
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.timeout(290)
 def test_ranks_of_mpirun_train_exactly_with_shm(tmp_path: Path) -> None:
     import torch
     from engine.toy import compare, reference
@@ -126,7 +125,6 @@ def test_ranks_of_mpirun_train_exactly_with_shm(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "logs")
 
 
-@pytest.mark.timeout(290)
 def test_ranks_train_exactly_with_windows_of_mpi(tmp_path: Path) -> None:
     """Without shared memory, in processes that odc-launch has started between mpirun and MPI."""
     import torch

@@ -50,7 +50,6 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             subprocess.run(["ip", "netns", "del", name], check=False, timeout=30)
 
 
-@pytest.mark.timeout(290)
 def test_ranks_meet_by_address(hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
     processes = []
     options = json.dumps({"startup_timeout_s": 150, "timeout_s": 60})

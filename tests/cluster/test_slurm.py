@@ -265,7 +265,6 @@ def test_contradiction_under_srun_stops_with_both_values(cluster: Cluster, tmp_p
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.timeout(290)
 def test_two_nodes_of_two_ranks_train_exactly_with_two_level_windows(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -284,7 +283,6 @@ def test_two_nodes_of_two_ranks_train_exactly_with_two_level_windows(
 
 
 @needs_mpi
-@pytest.mark.timeout(290)
 def test_ranks_of_srun_train_exactly_with_windows_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
     """MPI started by SLURM's PMIx, without mpirun; on one node, as two of a host would share a folder."""
     import torch
@@ -328,7 +326,6 @@ def test_plan_inside_an_allocation_starts_nothing(cluster: Cluster, tmp_path: Pa
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.timeout(290)
 def test_example_batch_script_trains(cluster: Cluster, tmp_path: Path) -> None:
     """As it is shipped, but for the sizes of nodes, and with the launcher of these sources."""
     from odcengine.data import TokenDataset
@@ -364,7 +361,6 @@ def test_example_batch_script_trains(cluster: Cluster, tmp_path: Path) -> None:
     assert "step 1" in output, output
 
 
-@pytest.mark.timeout(290)
 def test_example_array_trains_with_a_configuration_for_each_member(cluster: Cluster, tmp_path: Path) -> None:
     """As it is shipped, but for sizes, with a tiny model in the place of Qwen's; one log a rank."""
     from odcengine.data import TokenDataset

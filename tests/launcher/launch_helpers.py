@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -48,7 +47,6 @@ class Launcher:
     def start(self, *words: str | bytes, **popen: Any) -> subprocess.Popen[bytes]:
         """Starts ``odc-launch`` with exactly these words."""
         settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.folder}
-        settings["preexec_fn"] = _take_signals
         process = subprocess.Popen(
             [sys.executable, "-m", "odc_launcher", *words], env=self.env, **(settings | popen)
         )
@@ -74,12 +72,6 @@ class Launcher:
 
         wait_until(there, timeout_s)
         return found
-
-
-def _take_signals() -> None:
-    """As in a terminal; where tests run under nohup or in the background, these are ignored."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> tuple[int, str, str]:

@@ -321,7 +321,6 @@ def test_report() -> None:
 # -- the command -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(320)
 def test_this_machine(launcher: Launcher) -> None:
     code, out, err = finish(launcher.start("doctor", "--json"), 300)
     report = json.loads(out)
@@ -333,7 +332,6 @@ def test_this_machine(launcher: Launcher) -> None:
     assert not (launcher.folder / "odc_logs").exists()
 
 
-@pytest.mark.timeout(320)
 def test_errors_give_exit_code_1(launcher: Launcher) -> None:
     (launcher.folder / "c.yaml").write_text("train_batch_size: 8\nodc: {transport: cuda_p2p}\n")
     launcher.env["GLOO_SOCKET_IFNAME"] = "no_such0"
@@ -345,7 +343,6 @@ def test_errors_give_exit_code_1(launcher: Launcher) -> None:
     assert "not tried, because of the errors above" in out
 
 
-@pytest.mark.timeout(320)
 def test_a_job_that_fails_names_the_first_failure(launcher: Launcher) -> None:
     (launcher.folder / "c.yaml").write_text("train_batch_size: 8\nodc: {sharding: hybrid, node_size: 2}\n")
     words = ["doctor", "--config", "c.yaml", "--nproc-per-node", "3", "--log-dir", "logs"]

@@ -110,7 +110,6 @@ def test_what_cannot_be_known_is_left_to_the_ranks(tmp_path: Path) -> None:
     assert memory.render_memory({"unknown": "decided in the ranks: x"}) == ["memory: decided in the ranks: x"]
 
 
-@pytest.mark.timeout(180)
 def test_plan_of_a_model(launcher: Launcher) -> None:
     launcher.write("open('started', 'w')")
     model = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}

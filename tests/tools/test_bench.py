@@ -238,7 +238,6 @@ def test_compiled_models_have_compiled_blocks() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_training_with_compiled_blocks(tmp_path: Path) -> None:
     """The same losses with and without, by every method."""
     losses = {}

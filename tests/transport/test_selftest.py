@@ -196,7 +196,6 @@ def test_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) ->
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also where it is ignored
     )
     deadline = time.monotonic() + 120
     while len(of_the_test(tmp_path)) < 4:  # it, the launcher and two ranks
