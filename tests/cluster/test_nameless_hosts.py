@@ -51,7 +51,7 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
 
 
 def test_ranks_meet_by_address(hosts: list[tuple[str, str, str]], tmp_path: Path) -> None:
-    processes = []
+    commands = []
     options = json.dumps({"startup_timeout_s": 150, "timeout_s": 60})
     for rank, (name, _, _) in enumerate(hosts):
         env = clean_environment() | {
@@ -64,17 +64,21 @@ def test_ranks_meet_by_address(hosts: list[tuple[str, str, str]], tmp_path: Path
         }
         words = ["ip", "netns", "exec", name, sys.executable, "-m", "odc_launcher"]
         words += ["--log-dir", "logs", "-m", "odc_launcher.doctor.ranks", options]
-        processes.append(
-            subprocess.Popen(
-                words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+        commands.append((words, env))
+        # Before the job runs: afterwards its port is taken.
         plan = subprocess.run(
             [*words[:7], "--plan=json", *words[9:]], cwd=tmp_path, env=env, capture_output=True, timeout=120
         )
+        assert plan.returncode == 0, plan
         settings = {item["name"]: item for item in json.loads(plan.stdout)["settings"]}
         assert settings["GLOO_SOCKET_IFNAME"]["value"] == hosts[rank][2]
         assert f"leads to rank 0 at {hosts[0][1]}" in settings["GLOO_SOCKET_IFNAME"]["reason"]
+    processes = [
+        subprocess.Popen(
+            words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for words, env in commands
+    ]
     outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     result = json.loads(outputs[0][0].partition("@odc-ranks ")[2].splitlines()[0])
