@@ -80,9 +80,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="KIND/PLAN",
-        help="of fsdp2, fsdp2-symm, zero3, odc, odc-zero3, limit with local_sort, lb_micro, lb_mini "
-        "(default: fsdp2/lb_micro odc/lb_micro, and odc/lb_mini for unequal lengths, limit/lb_micro for "
-        "equal ones)",
+        help="of fsdp2, fsdp2-symm, zero3, odc, odc-zero3, limit with local_sort, lb_micro, lb_mini, "
+        "dynamic (default: fsdp2/lb_micro odc/lb_micro, and odc/lb_mini for unequal lengths, limit/lb_micro "
+        "for equal ones)",
     )
     add(
         "--learn-costs",
