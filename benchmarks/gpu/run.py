@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", default="qwen2.5-1.5b", help="of odc bench training (default: %(default)s)"
     )
+    parser.add_argument("--commit", metavar="HASH", help="for the results, where the code is no git checkout")
     parser.add_argument("--limit-s", type=float, default=540.0, metavar="S", help="of a part (default: 540)")
     parser.add_argument(
         "--together", action="store_true", help="the commands of a part at the same time: tests only"
@@ -175,7 +176,10 @@ def limited(commands: Sequence[Command], limit_s: float, *, together: bool) -> l
 def filled(command: Command, options: argparse.Namespace, out: Path, limit_s: float) -> list[str]:
     """The words of a command; its own budget leaves a minute to start and to end."""
     values = {"out": out, "shape": options.shape, "budget": round(max(limit_s - 60, 20))}
-    return [word.format(**values) for word in shlex.split(command.words)]
+    words = [word.format(**values) for word in shlex.split(command.words)]
+    if options.commit is not None and "bench" in words:
+        words += ["--commit", options.commit]
+    return words
 
 
 class Running:

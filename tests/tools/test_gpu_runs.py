@@ -39,7 +39,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_command_is_one(tmp_path: Path) -> None:
     """Options of benchmarks are accepted, scripts and tests are there, results are read where written."""
-    listed = run("--list", "--out", str(tmp_path))
+    listed = run("--list", "--out", str(tmp_path), "--commit", "abc")
     assert listed.returncode == 0, listed.stderr
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
@@ -51,6 +51,7 @@ def test_every_command_is_one(tmp_path: Path) -> None:
             options = parser.parse_args(words[3:])
             bench.check_options(options)
             assert options.json not in written
+            assert options.commit == "abc"
             written.add(options.json)
             budgets[part] = budgets.get(part, 0.0) + getattr(options, "budget_s", 0.0)
         elif words[:2] == ["-m", "pytest"]:
@@ -95,7 +96,7 @@ def test_a_command_that_fails_or_takes_too_long_does_not_stop_the_others(
         script.Command("good", "-c 'print(1); print(2); print(3)'", lines=2),
     )
     script.PARTS = {"part": commands}
-    options = argparse.Namespace(shape="tiny", limit_s=20.0, together=False)
+    options = argparse.Namespace(shape="tiny", commit=None, limit_s=20.0, together=False)
     assert script.run_part("part", options, tmp_path) == 2
     shown = capsys.readouterr().out
     assert "== bad: exit code 3" in shown
