@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import sentencepiece
+from scripts import load_script
 
 from odcengine.data import TokenDataset
 
@@ -21,13 +21,7 @@ SCRIPT = ROOT / "examples" / "demo" / "prepare.py"
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_prepare", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT, "demo_prepare")
 
 
 SOURCE = '''\

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -15,6 +14,7 @@ from odc_tools.advise_inputs import Sequences, read_lengths, read_model
 from odc_tools.advise_predict import DYNAMIC, LB_MICRO, LB_MINI, LOCAL_SORT, Limits, advise, predict
 from odc_tools.bench.workloads import SHAPES
 from odc_tools.cli import main
+from scripts import load_script
 
 from odcengine.balance import STRATEGIES, CostModel, make_plan
 from odcengine.data import TokenDataset
@@ -229,13 +229,7 @@ def test_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_measured_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location(
-        "written_run", ROOT / "tests" / "simulate" / "test_measured.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(ROOT / "tests" / "simulate" / "test_measured.py", "written_run")
     lengths = module.write_run(tmp_path / "metrics.jsonl")
     words = ["advise", "--lengths", write_lengths(tmp_path, lengths), "--gpus", "4", *QUICK]
     words += ["--run", str(tmp_path / "metrics.jsonl"), "--json", str(tmp_path / "advice.json")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ from types import ModuleType
 import psutil
 import pytest
 from odc_tools import bench
+from scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "run.py"
@@ -22,13 +22,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu" / "run.py"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_run", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT, "gpu_run")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
