@@ -107,7 +107,8 @@ def check_model(
         model: the model, not sharded yet.
         blocks: the modules that become groups.
         device_type: where the ranks compute, "cpu" or "cuda"; parameters may be there or on the CPU.
-        stored: parameters are on the meta device, and filled when they are sharded.
+        stored: parameters may be on the meta device too: those of a stored model, which are filled when
+            they are sharded (an adapter's own are made on the CPU).
         frozen: nothing of it is to be trained.
 
     Raises:
@@ -120,8 +121,9 @@ def check_model(
             f"model: no parameter of {type(model).__name__} requires a gradient; there is nothing to train"
         )
     _check_quantised(model)
+    allowed = {"cpu", device_type} | ({"meta"} if stored else set())
     for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("meta" if stored else "cpu", device_type):
+        if parameter.device.type not in allowed:
             raise ConfigError(
                 f"model: parameter {name} is on {parameter.device}; the ranks of this job train on "
                 f"{device_type} (materialise or move the model before odcengine.initialize)"

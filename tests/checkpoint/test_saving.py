@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_ranks, values
 
 from checkpoint.toy import config_for, make_model, start, steps, train, whole
@@ -276,11 +277,17 @@ def _second(rank: int, world_size: int, folder: str, resume: str) -> str:
     return f"begins at step {step}"
 
 
+def _on_all_ranks(flag: bool) -> bool:
+    flags = torch.tensor(int(flag))
+    dist.all_reduce(flags, dist.ReduceOp.MIN)
+    return bool(flags)
+
+
 def _first(rank: int, world_size: int, folder: str) -> str:
     engine, loader = start(config_for(folder))
     steps(engine, loader, 2)
     engine.save_checkpoint()
-    while not Path(folder, "go").exists():
+    while _on_all_ranks(not Path(folder, "go").exists()):  # each for itself, one could see it a round earlier
         time.sleep(0.02)
         engine.save_checkpoint(tag="again")
     engine.close()

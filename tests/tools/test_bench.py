@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def result(done: subprocess.CompletedProcess[str], file: Path) -> dict[str, Any]
     assert done.returncode == 0, done.stdout + done.stderr
     record: dict[str, Any] = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(name))
     assert record["versions"]["odcengine"] == __version__
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == version("torch")
     assert {"task", "date", "arguments", "commit", "device", "ranks"} <= set(record)
     assert record["wrong"] == []
     return record
