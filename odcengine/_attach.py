@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from odcengine._config_check import did_you_mean
-from odcengine.config import Config, load_config
+from odcengine.config import DEVICE_OF_TRANSPORT, Config, load_config
 from odcengine.errors import ConfigError, UsageError
 
 _OPTIONS = (
@@ -117,6 +117,28 @@ def settings_of(
         raise ConfigError(f"odc.transport: collective is stock {stock}; do not attach it then")
     chosen = {key: value for key, value in section.items() if key in known}
     return load_config({"train_batch_size": "auto", "odc": chosen})
+
+
+def on_device(settings: Config, device_type: str, kind: str) -> Config:
+    """The configuration for a target that is on the CPU or on GPUs.
+
+    Args:
+        settings: what was asked for.
+        device_type: where the target's parameters are, "cpu" or "cuda".
+        kind: what the target is, for the message.
+
+    Raises:
+        ConfigError: the transport that was asked for is for the other kind of device.
+    """
+    transport = settings.odc.transport
+    needed = DEVICE_OF_TRANSPORT.get(transport, device_type)
+    if needed != device_type:
+        raise ConfigError(
+            f"odc.transport: {transport} is for ranks on {needed}, but the {kind} is on {device_type}; "
+            f"expected auto, or a {kind} on {needed}"
+        )
+    odc = settings.odc.model_copy(update={"device": device_type})
+    return settings.model_copy(update={"odc": odc})
 
 
 def boundary(engine: Any) -> None:

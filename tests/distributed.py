@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def _child(
-    function: Callable[..., Any],
+    task: bytes,
     rank: int,
     world_size: int,
     port: int,
@@ -68,8 +68,8 @@ def _child(
     timeout_s: float,
     env: dict[str, str],
     gpus: bool,
-    args: tuple[Any, ...],
 ) -> None:
+    """One rank. What it runs is unpickled, and its module imported, when the environment is the test's."""
     import torch
 
     gc.freeze()  # what the server has imported: the engine's full collections look at the test's own objects
@@ -89,6 +89,7 @@ def _child(
         faulthandler.dump_traceback_later(max(timeout_s - 2.0, 0.5), file=stack)
         result: dict[str, Any] = {}
         try:
+            function, args = pickle.loads(task)
             result["value"] = function(rank, world_size, *args)
         except BaseException as error:
             result["error"] = f"{type(error).__name__}: {error}"
@@ -132,11 +133,12 @@ def run_ranks(
     """
     _warm_up()
     port, start = free_port(), time.monotonic()
+    task = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             _CONTEXT.Process(
                 target=_child,
-                args=(function, rank, world_size, port, folder, timeout_s, settings, gpus, args),
+                args=(task, rank, world_size, port, folder, timeout_s, settings, gpus),
             )
             for rank, settings in enumerate(env_of_ranks or [env or {}] * world_size)
         ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from odcengine._attach import settings_of
+from odcengine._attach import on_device, settings_of
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.deepspeed.guard import check_engine, check_version
@@ -125,7 +125,7 @@ def attach_deepspeed(
     if info.world_size == 1:
         logger.info("odcengine.attach: one rank has nobody to communicate with; the engine stays as it is")
         return AttachedDeepSpeed(engine, None, None, None)
-    settings = _on_device_of(engine, settings)
+    settings = on_device(settings, _device_of(engine).type, "engine")
     job = join(info, settings)
     job.control.install_excepthook()
     try:
@@ -168,11 +168,6 @@ def _attach(engine: DeepSpeedEngine, settings: Config, job: Job) -> tuple[Attach
             settings.odc.grad_reduce,
         )
     return AttachedDeepSpeed(engine, transport, job, odc), odc
-
-
-def _on_device_of(engine: DeepSpeedEngine, settings: Config) -> Config:
-    odc = settings.odc.model_copy(update={"device": _device_of(engine).type})
-    return settings.model_copy(update={"odc": odc})
 
 
 def _device_of(engine: DeepSpeedEngine) -> Any:

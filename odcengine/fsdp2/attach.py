@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from odcengine._attach import on_device
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
 from odcengine.errors import ConfigError, OdcError, UsageError
@@ -401,8 +402,7 @@ def attach_fsdp2(model: nn.Module, optimizer: Any | Sequence[Any] | None, settin
         logger.info("odcengine.attach: one rank has nobody to communicate with; the model stays as it is")
         return AttachedModel(model, optimizers, None, settings)
     device = next(model.parameters()).device
-    odc = settings.odc.model_copy(update={"device": device.type})
-    settings = settings.model_copy(update={"odc": odc})
+    settings = on_device(settings, device.type, "model")
     job = join(info, settings)
     job.control.install_excepthook()
     try:

@@ -196,6 +196,7 @@ def _refusals(rank: int) -> dict[str, str]:
     refused("no optimizer", model, "adam")
     refused("option", model, None, lockstep=True)
     refused("collective", model, None, transport="collective")
+    refused("device", model, None, transport="nvshmem")
     refused("plain", torch.nn.Linear(2, 2))
     loss_of(model, micro_batches("pending", 0, 2, True)[rank][0])[0].backward()
     refused("pending", model)
@@ -285,6 +286,7 @@ def test_other_ways_to_end_a_minibatch(pair: list[dict[str, Any]]) -> None:
         ("no optimizer", "optimizer is a str"),
         ("option", "odc.lockstep: an attached FSDP2 model does not know it"),
         ("collective", "collective is stock FSDP2"),
+        ("device", "odc.transport: nvshmem is for ranks on cuda, but the model is on cpu; expected auto"),
         ("plain", "got a Linear; expected the engine"),
         ("pending", "has a gradient of a backward that no step has used"),
         ("second", "attached already"),

@@ -54,7 +54,8 @@ def _train(rank: int, world_size: int, case: Case, odc: dict[str, Any]) -> dict[
         norms = train_engine(engine, rank, world_size, case)
         weights = whole_weights(engine)
     attached.close()
-    return {"norms": norms, "weights": weights}
+    where = {"device": engine.device.type, "transport": type(attached.transport).__name__}
+    return {"norms": norms, "weights": weights, **where}
 
 
 def _train_all(rank: int, world_size: int, odc: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

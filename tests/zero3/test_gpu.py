@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -12,11 +11,8 @@ from distributed import run_ranks, values
 from zero3.test_exactness import CASES, _train_all
 from zero3.toy import error_of, reference
 
-# Not imported here: ranks import this file before they see ENV, and DeepSpeed chooses its device then.
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-]
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.multi_gpu
 
 ENV = {"DS_ACCELERATOR": "cuda", "DS_BUILD_OPS": "0"}
 NAMES = tuple(case.name for case in CASES)
@@ -27,6 +23,10 @@ def test_equals_one_process(transport: str) -> None:
     ranks = values(
         run_ranks(_train_all, 2, {"transport": transport}, NAMES, env=ENV, gpus=True, timeout_s=280)
     )
+    kind = {"cuda_p2p": "CudaP2PTransport", "nvshmem": "NvshmemTransport"}[transport]
+    assert {(case["device"], case["transport"]) for rank in ranks for case in rank.values()} == {
+        ("cuda", kind)
+    }
     errors = {
         case.name: max(error_of(rank[case.name]["weights"], reference(case, 2)["weights"]) for rank in ranks)
         for case in CASES
@@ -78,7 +78,9 @@ def _large(rank: int, world_size: int, attach: bool) -> dict[str, Any]:
             losses.append(float(loss.detach()))
         engine.step()
         norms.append(float(engine.get_global_grad_norm()))
+    assert engine.device.type == "cuda"
     if attached is not None:
+        assert type(attached.transport).__name__ == "CudaP2PTransport"
         attached.close()
     return {"losses": losses, "norms": norms}
 

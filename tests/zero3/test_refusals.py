@@ -82,6 +82,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     attach("collective", engine, transport="collective")
     attach("unknown key", engine, lockstep=True)
     attach("wrong value", engine, transport="ship")
+    attach("wrong device", engine, transport="cuda_p2p")
     attach("misspelt key", engine, tranport="shm")
     tokens = torch.arange(5)[None]
     engine.backward(engine(tokens, 0).sum())
@@ -119,6 +120,7 @@ def test_other_refusals(refused: dict[str, str]) -> None:
     )
     assert "gradients of backwards without a step" in refused["late"]
     assert "odc.transport" in refused["wrong value"]
+    assert "odc.transport: cuda_p2p is for ranks on cuda, but the engine is on cpu" in refused["wrong device"]
     assert "expected the engine that deepspeed.initialize returns" in refused["not an engine"]
     assert "expected that of ZeRO stage 3" in refused["stage 2"]
 
