@@ -61,8 +61,8 @@ def trained(name: str, workload: str, methods: str, options: str, weight: float 
 
 SAME = "fsdp2/lb_micro odc/lb_micro limit/lb_micro"
 MAIN = "fsdp2/lb_micro odc/lb_micro odc/lb_mini"
-ALL = "fsdp2/local_sort fsdp2/lb_micro odc/lb_micro odc/lb_mini odc/dynamic"
-FAST = "--compile --learn-costs"
+ALL = "fsdp2/lb_micro odc/lb_micro odc/lb_mini odc/dynamic"
+FAST = "--compile --learn-costs --warm-up 5 --seeds 0-19 --rounds 1"
 
 PARTS: dict[str, tuple[Command, ...]] = {
     "tests": (
@@ -92,18 +92,11 @@ PARTS: dict[str, tuple[Command, ...]] = {
         Command("long-sequences", "benchmarks/gpu/long_sequences.py", lines=20),
     ),
     "equal": (
-        trained("balanced-8k", "balanced-8k", SAME, "--compile --seeds 0-1 --rounds 6", weight=2),
-        trained("single-32k", "single-32k", SAME, "--compile --seeds 0-1 --rounds 4"),
+        trained("equal", "balanced-8k single-32k balanced-2k", SAME, "--compile --seeds 0-1 --rounds 6"),
     ),
-    "unequal": (
-        trained("longalign", "longalign", ALL, f"{FAST} --seeds 0-9 --rounds 1"),
-        trained("swesmith", "swesmith", ALL, f"{FAST} --seeds 0-9 --rounds 1"),
-    ),
-    "eight": (
-        trained("longalign-8", "longalign", MAIN, f"{FAST} --seeds 0-5 --rounds 1 --sequences 8"),
-        trained("swesmith-8", "swesmith", MAIN, f"{FAST} --seeds 0-5 --rounds 1 --sequences 8"),
-    ),
-    "rl": (trained("grpo", "grpo", ALL, f"{FAST} --seeds 0-9 --rounds 2 --sequences 8"),),
+    "unequal": (trained("unequal", "longalign swesmith", ALL, FAST),),
+    "eight": (trained("eight", "longalign:8 swesmith:8", MAIN, FAST),),
+    "rl": (trained("rl", "grpo:8 swesmith", ALL, FAST),),
     "memory": (
         trained("memory", "longalign", MAIN, "--memory --seeds 0"),
         trained("symm", "longalign", "fsdp2/lb_micro fsdp2-symm/lb_micro", "--seeds 0-2"),

@@ -140,6 +140,28 @@ def test_plans_with_costs_of_the_warm_up(tmp_path: Path) -> None:
     assert len(measured) == 6 * 2
 
 
+def test_several_workloads_with_the_same_models(tmp_path: Path) -> None:
+    """The first one warms up and learns for all; each has its file, and its share of the time."""
+    words = ["--device", "cpu", "--workload", "longalign:3", "grpo", "swesmith", "--shape", "tiny"]
+    words += ["--length-scale", "0.002", "--seeds", "0-5", "--rounds", "1", "--learn-costs", "--warm-up", "5"]
+    words += ["--methods", "fsdp2/lb_micro", "odc/lb_mini", "odc/dynamic"]
+    done = bench("training", *words, "--json", str(tmp_path / "all.json"), cwd=tmp_path)
+    warm, learned = {"longalign-3": 5, "grpo": 1, "swesmith": 1}, []
+    for name, number in warm.items():
+        record = result(done, tmp_path / f"all-{name}.json")
+        assert record["arguments"]["workload"] == name.removesuffix("-3")
+        assert record["arguments"]["sequences"] == (3 if name == "longalign-3" else None)
+        rounds = [step["round"] for step in record["steps"]]
+        assert rounds.count(-1) == number * 3
+        assert rounds.count(0) == 6 * 3
+        assert len({step["minibatch"] for step in record["steps"] if step["round"] == 0}) == 6
+        assert [step["first"] for step in record["steps"]].count(True) == (3 if name == "longalign-3" else 0)
+        learned.append(record["learned"]["num_steps"])
+    assert learned == [4, 5, 6]  # steps that were planned; the very first one compiles kernels
+    assert not list(tmp_path.glob("all.json"))
+    assert "longalign: warm-up 5 of 5" in done.stdout + done.stderr
+
+
 def test_memory_under_torchrun_and_a_budget(tmp_path: Path) -> None:
     """Ranks that others have started; with no time left it still measures something, and says what it cut."""
     starter = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

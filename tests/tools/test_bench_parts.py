@@ -14,7 +14,7 @@ import torch
 from odc_tools.bench import check_options
 from odc_tools.bench.figures import Spread, Verdict, plan_verdict, table
 from odc_tools.bench.profile import read_trace
-from odc_tools.bench.schedule import MethodName, make_minibatches, methods_of
+from odc_tools.bench.schedule import MethodName, make_minibatches, methods_of, tasks_of
 from odc_tools.bench.summary import add_summary, describe_minibatch, format_record
 from odc_tools.bench.workloads import SHAPES, WORKLOADS, draw_tokens, model_config
 from odc_tools.cli import main
@@ -127,6 +127,12 @@ def test_seeds() -> None:
         (("--memory", "--profile", "x"), "not with --memory"),
         (("--json", "no/such/folder.json"), "there is no folder"),
         (("--workload", "balanced-8k", "--sequences", "8"), "balanced-8k has 4 a rank"),
+        (("--workload", "balanced-8k:8"), "balanced-8k has 4 a rank"),
+        (("--workload", "longaling"), "there is no longaling; expected longalign, swesmith"),
+        (("--workload", "grpo", "swesmith:0"), "after the colon comes a number of sequences, 1 or more"),
+        (("--workload", "grpo", "grpo"), "one comes twice"),
+        (("--workload", "grpo", "swesmith", "--profile", "x"), "traces one workload"),
+        (("--warm-up", "2", "--memory"), "runs every minibatch only once"),
     ],
 )
 def test_mistakes(words: tuple[str, ...], message: str) -> None:
@@ -150,6 +156,8 @@ def test_default_methods() -> None:
     unequal, equal = training(), training("--workload", "balanced-2k")
     assert [str(name) for name in methods_of(equal)] == ["fsdp2/lb_micro", "odc/lb_micro", "limit/lb_micro"]
     assert [str(name) for name in methods_of(unequal)] == ["fsdp2/lb_micro", "odc/lb_micro", "odc/lb_mini"]
+    both = [str(name) for name in methods_of(training("--workload", "balanced-2k", "grpo:8"))]
+    assert both == ["fsdp2/lb_micro", "odc/lb_micro", "odc/lb_mini", "limit/lb_micro"]
     memory = methods_of(training("--workload", "balanced-2k", "--memory"))
     assert [str(name) for name in memory] == ["fsdp2/lb_micro", "odc/lb_micro"]
 
@@ -157,7 +165,7 @@ def test_default_methods() -> None:
 def test_balanced_workloads_have_one_sequence_a_micro_batch() -> None:
     for name, count in (("balanced-2k", 8), ("balanced-8k", 4), ("single-32k", 1)):
         options = training("--workload", name, "--seeds", "0")
-        (minibatch,) = make_minibatches(options, methods_of(options), 2, CostModel.default())
+        (minibatch,) = make_minibatches(tasks_of(options)[0], methods_of(options), 2, CostModel.default())
         assert len(minibatch.lengths) == 2 * count
         for plan in minibatch.plans.values():
             assert [[len(group) for group in rank] for rank in plan.micro_batches] == [[1] * count] * 2
@@ -215,7 +223,7 @@ def record_of(walls: dict[str, float] = WALLS, workload: str = "longalign") -> t
     """Two minibatches, the second with twice the times; a slow warm-up and two rounds."""
     options = training("--workload", workload, "--seeds", "0-1", "--methods", *walls)
     names = methods_of(options)
-    minibatches = make_minibatches(options, names, 2, CostModel.default())
+    minibatches = make_minibatches(tasks_of(options)[0], names, 2, CostModel.default())
     steps = []
     for round_ in (-1, 0, 1):
         for number in range(2):

@@ -70,7 +70,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
     _add_common(parser, "training")
     add = parser.add_argument
-    add("--workload", choices=tuple(WORKLOADS), required=True, help="lengths of the sequences")
+    add(
+        "--workload",
+        nargs="+",
+        required=True,
+        metavar="NAME[:N]",
+        help=f"lengths of the sequences: {', '.join(WORKLOADS)}; N sequences a rank and minibatch instead of "
+        "--sequences. Several are measured one after the other with the same models, each with a result file "
+        "of its own, FILE-NAME[-N].json",
+    )
     add("--shape", choices=tuple(SHAPES), required=True, help="the model, with random weights")
     add("--sequences", type=int, metavar="N", help="sequences a rank and minibatch (default: 4)")
     add("--seeds", type=_seeds, default=list(range(5)), metavar="A-B", help="(default: 0-4)")
@@ -88,6 +96,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--learn-costs",
         action="store_true",
         help="plan with costs and speeds fitted to the warm-up pass, as balance.learn_costs does",
+    )
+    add(
+        "--warm-up",
+        type=int,
+        metavar="N",
+        help="minibatches that are run once before they are measured (default: all); one for later workloads",
     )
     add("--max-tokens", type=int, metavar="N", help="limit of a micro-batch (default: the longest sequence)")
     add("--max-samples", type=int, metavar="N", help="limit of sequences in a micro-batch (default: none)")
@@ -206,6 +220,7 @@ _LEAST = {
     "sequences": 1,
     "samples": 1,
     "minibatches": 1,
+    "warm_up": 1,
     "max_tokens": 1,
     "max_samples": 1,
     "length_scale": 1e-6,

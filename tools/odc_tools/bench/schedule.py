@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from odc_tools.bench.workloads import WORKLOADS, Workload
 from odcengine.balance import CostModel, Plan, make_plan
@@ -90,9 +91,10 @@ def methods_of(options: argparse.Namespace) -> list[MethodName]:
     names = options.methods
     if names is None:
         names = ["fsdp2/lb_micro", "odc/lb_micro"]
-        if not WORKLOADS[options.workload].balanced:
+        balanced = [WORKLOADS[task.workload].balanced for task in tasks_of(options)]
+        if not all(balanced):
             names.append("odc/lb_mini")
-        elif not options.memory:
+        if any(balanced) and not options.memory:
             names.append("limit/lb_micro")
     methods = [MethodName.parse(name) for name in names]
     if len(set(methods)) < len(methods):
@@ -100,25 +102,62 @@ def methods_of(options: argparse.Namespace) -> list[MethodName]:
     return methods
 
 
+def tasks_of(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of each workload of a command line, as if it were the only one.
+
+    Raises:
+        ConfigError: there is no such workload, one comes twice, or its number of sequences is none.
+    """
+    tasks, problems = [], []
+    for text in options.workload:
+        name, colon, number = text.partition(":")
+        if name not in WORKLOADS:
+            problems.append(f"--workload {text}: there is no {name}; expected {', '.join(WORKLOADS)}")
+        elif colon and not (number.isdecimal() and int(number)):
+            problems.append(f"--workload {text}: after the colon comes a number of sequences, 1 or more")
+        else:
+            task = argparse.Namespace(**vars(options) | {"workload": name})
+            if colon:
+                task.sequences = int(number)
+            if len(options.workload) > 1:
+                file = Path(options.json)
+                task.json = str(file.with_stem(f"{file.stem}-{text.replace(':', '-')}"))
+            tasks.append(task)
+    if len(set(options.workload)) < len(options.workload):
+        problems.append(f"--workload {' '.join(options.workload)}: one comes twice; name each once")
+    if len(options.workload) > 1 and options.profile:
+        problems.append("--profile: traces one workload; give --workload only one name")
+    if problems:
+        raise ConfigError(*problems)
+    return tasks
+
+
 def check_training(options: argparse.Namespace) -> list[str]:
     """Problems with the options of ``odc bench training``, one line each."""
     problems: list[str] = []
     try:
+        tasks = tasks_of(options)
+    except ConfigError as error:
+        return list(error.problems)
+    try:
         methods_of(options)
     except ConfigError as error:
         problems += error.problems
-    workload = WORKLOADS[options.workload]
-    fixed = workload.sequences
-    if fixed is not None and options.sequences not in (None, fixed):
-        problems.append(
-            f"--sequences {options.sequences}: {workload.name} has {fixed} a rank; leave --sequences out"
-        )
-    longest = workload.token_limit(options.length_scale)
-    if options.max_tokens is not None and options.max_tokens < longest:
-        problems.append(
-            f"--max-tokens {options.max_tokens}: {workload.name} has sequences of up to {longest} tokens, "
-            "which must fit into a micro-batch"
-        )
+    for task in tasks:
+        workload = WORKLOADS[task.workload]
+        fixed = workload.sequences
+        if fixed is not None and task.sequences not in (None, fixed):
+            problems.append(
+                f"--sequences {task.sequences}: {workload.name} has {fixed} a rank; leave --sequences out"
+            )
+        longest = workload.token_limit(task.length_scale)
+        if task.max_tokens is not None and task.max_tokens < longest:
+            problems.append(
+                f"--max-tokens {task.max_tokens}: {workload.name} has sequences of up to {longest} tokens, "
+                "which must fit into a micro-batch"
+            )
+    if options.warm_up is not None and options.memory:
+        problems.append("--warm-up: not with --memory, which runs every minibatch only once")
     if options.learn_costs and options.memory:
         problems.append("--learn-costs: not with --memory, which runs every minibatch only once")
     if options.learn_costs and options.methods and not any(m.startswith("odc/") for m in options.methods):

@@ -24,13 +24,14 @@ from odc_tools.bench.memory import PeakMemory
 from odc_tools.bench.methods import Method, Outcome, make_method, why_not
 from odc_tools.bench.profile import Profile
 from odc_tools.bench.ranks import Ranks
-from odc_tools.bench.schedule import MethodName, Minibatch, make_minibatches, make_plans, methods_of
+from odc_tools.bench.schedule import MethodName, Minibatch, make_minibatches, make_plans, methods_of, tasks_of
 from odc_tools.bench.workloads import build_model, draw_tokens, model_config, read_text
 from odcengine.balance import CostModel, OnlineCost
 from odcengine.data import MicroBatch, pack_samples
 from odcengine.errors import ConfigError
 
 _LEARN = 4  # steps from which costs are learned, at least
+_WINDOW = 1000  # of these, the newest
 _RESERVE_S = 10.0  # of the budget, for closing and writing
 
 
@@ -46,26 +47,9 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
     names = [name for name in wanted if str(name) not in skipped]
     if not names:
         raise ConfigError(*(f"--methods {name}: {reason}" for name, reason in skipped.items()))
-    cost = CostModel.from_config(config, recompute=not options.no_checkpointing)
-    minibatches = make_minibatches(options, names, ranks.world_size, cost)
-    record = bench.describe(options, ranks) | {
-        "complete": False,
-        "methods": [str(name) for name in names],
-        "skipped": skipped,
-        "minibatches": [summary.describe_minibatch(minibatch, names) for minibatch in minibatches],
-        "notes": [],
-        "steps": [],
-    }
-    run = _Run(options, ranks, config, names, minibatches, record, cost)
-    if options.memory:
-        run.measure_memory()
-    else:
-        run.measure_speed()
-    record["complete"] = True
-    right = summary.add_summary(record, names)
-    bench.write(record, options.json, ranks)
-    if ranks.rank == 0:
-        print(summary.format_record(record), flush=True)
+    run = _Run(options, ranks, config, names, skipped)
+    tasks = tasks_of(options)
+    right = run.measure_memory(tasks) if options.memory else run.measure_speed(tasks)
     dist.destroy_process_group()
     return 0 if right else 1
 
@@ -78,9 +62,7 @@ class _Run:
         ranks: this rank.
         config: of the model.
         names: methods to run.
-        minibatches: to run.
-        record: gets the results.
-        cost: of a sequence, as the minibatches were planned with.
+        skipped: methods that cannot run here, with the reason.
     """
 
     def __init__(
@@ -89,29 +71,64 @@ class _Run:
         ranks: Ranks,
         config: Any,
         names: Sequence[MethodName],
-        minibatches: list[Minibatch],
-        record: dict[str, Any],
-        cost: CostModel,
+        skipped: dict[str, str],
     ) -> None:
         self._options, self._ranks, self._config = options, ranks, config
-        self._cost = cost
+        self._cost = CostModel.from_config(config, recompute=not options.no_checkpointing)
+        self._learned = OnlineCost(self._cost, num_ranks=ranks.world_size, window=_WINDOW, min_steps=_LEARN)
         self._text = read_text(options.text) if options.text else None
-        self._names = list(names)
-        self._minibatches = minibatches
-        self._record = record
+        self._names, self._skipped = list(names), skipped
+        self._until_s = 0.0
+        self._compiled = False
+        self._minibatches: list[Minibatch] = []
+        self._record: dict[str, Any] = {}
+
+    def _begin(self, task: argparse.Namespace, tasks_left: int) -> None:
+        """Take up a workload, with an equal share of the time that is left."""
+        self._options = task
+        now = time.perf_counter()
+        self._until_s = now + (bench.STARTED + task.budget_s - _RESERVE_S - now) / tasks_left
+        self._minibatches = make_minibatches(task, self._names, self._ranks.world_size, self._cost)
+        self._record = bench.describe(task, self._ranks) | {
+            "complete": False,
+            "methods": [str(name) for name in self._names],
+            "skipped": self._skipped,
+            "minibatches": [],
+            "notes": [],
+            "steps": [],
+        }
+        self._describe_minibatches()
+
+    def _describe_minibatches(self) -> None:
+        self._record["minibatches"] = [
+            summary.describe_minibatch(minibatch, self._names) for minibatch in self._minibatches
+        ]
+
+    def _finish(self) -> bool:
+        """Write and print what was measured; returns whether the methods computed the same."""
+        self._record["complete"] = True
+        right = summary.add_summary(self._record, self._names)
+        bench.write(self._record, self._options.json, self._ranks)
+        if self._ranks.rank == 0:
+            print(summary.format_record(self._record), flush=True)
+        return right
 
     # -- speed -----------------------------------------------------------------------------------------
 
-    def measure_speed(self) -> None:
-        """Warm up, measure and, where asked for, profile."""
-        methods = self._make_all()
-        warm_s = self._warm_up(methods)
-        if self._options.learn_costs:
-            self._plan_anew()
-        self._measure(methods, warm_s)
-        if self._options.profile:
-            self._profile(methods)
+    def measure_speed(self, tasks: Sequence[argparse.Namespace]) -> bool:
+        """Warm up, measure and, where asked for, profile; returns whether the methods computed the same."""
+        methods, right = self._make_all(), True
+        for number, task in enumerate(tasks):
+            self._begin(task, len(tasks) - number)
+            warm_s = self._warm_up(methods)
+            if task.learn_costs:
+                self._plan_anew()
+            self._measure(methods, warm_s)
+            if task.profile:
+                self._profile(methods)
+            right &= self._finish()
         self._close(methods)
+        return right
 
     def _make_all(self) -> list[Method]:
         methods = []
@@ -135,43 +152,49 @@ class _Run:
         return make_method(name, model, self._ranks, transport=options.transport, timeout_s=options.timeout_s)
 
     def _warm_up(self, methods: list[Method]) -> list[float]:
-        """Run every minibatch once; returns the seconds of each with all methods.
+        """Run minibatches once; returns for each of all the seconds that it should take with all methods.
 
         Leaves out the last minibatches if warming up and measuring them would pass the budget.
         """
+        first_task, self._compiled = not self._compiled, True
+        count = len(self._minibatches)
+        if self._options.warm_up is not None:
+            count = min(self._options.warm_up if first_task else 1, count)
+        tells = range(1 if first_task else 0, count)  # the very first one compiles kernels and tells nothing
         seconds: list[float] = []
-        for number, minibatch in enumerate(self._minibatches):
-            if number >= 2:  # the first one compiles kernels and tells nothing
-                # As long again as the warm minibatches took for each token, twice: now and measured.
-                tokens = sum(m.num_tokens for m in self._minibatches[1:number])
-                each = sum(seconds[1:]) / tokens * minibatch.num_tokens
-                first = sum(seconds[1:]) / tokens * self._minibatches[0].num_tokens
-                if self._over_budget(2 * each + sum(seconds[1:]) + first):
-                    total, budget_s = len(self._minibatches), self._options.budget_s
-                    self._note(
-                        f"{total - number} of {total} minibatches were left out, to end within --budget-s "
-                        f"{budget_s:g}"
-                    )
-                    del self._minibatches[number:]
-                    break
+
+        def expected(minibatch: Minibatch) -> float:
+            known = tells[: max(len(seconds) - tells.start, 0)]
+            tokens = sum(self._minibatches[i].num_tokens for i in known)
+            return sum(seconds[i] for i in known) / tokens * minibatch.num_tokens if tokens else 0.0
+
+        for number, minibatch in enumerate(self._minibatches[:count]):
+            measured = sum(expected(m) for m in self._minibatches[: number + 1])
+            if number >= 2 and self._over_budget(expected(minibatch) + measured):
+                self._leave_out(number)
+                break
             start = time.perf_counter()
-            self._run_all(methods, minibatch, number, number, round_=-1)
-            self._ranks.say(f"warm-up {number + 1} of {len(self._minibatches)}")
+            self._run_all(methods, minibatch, number, number, round_=-1, first=first_task and number == 0)
+            self._ranks.say(f"{self._options.workload}: warm-up {number + 1} of {count}")
             seconds.append(time.perf_counter() - start)
-        return seconds
+        return [expected(minibatch) for minibatch in self._minibatches]
+
+    def _leave_out(self, first: int) -> None:
+        total, budget_s = len(self._minibatches), self._options.budget_s
+        self._note(
+            f"{total - first} of {total} minibatches were left out, to end within --budget-s {budget_s:g}"
+        )
+        del self._minibatches[first:]
 
     def _plan_anew(self) -> None:
-        """Plan all minibatches, for all methods, with the costs and speeds that the warm-up pass shows."""
+        """Plan all minibatches, for all methods, with the costs and speeds that warming up has shown."""
         options, size = self._options, self._ranks.world_size
-        learned = OnlineCost(
-            self._cost, num_ranks=size, window=1 + len(self._record["steps"]), min_steps=_LEARN
-        )
         for step in self._record["steps"]:
-            if step["method"].startswith("odc/") and step["minibatch"] > 0:  # the first one compiles kernels
+            if step["method"].startswith("odc/") and not step["first"]:  # that one compiles kernels
                 strategy = MethodName.parse(step["method"]).strategy
                 if strategy != "dynamic":
-                    learned.update(self._minibatches[step["minibatch"]].plans[strategy], step["busy_s"])
-        fit = learned.fit()
+                    self._learned.update(self._minibatches[step["minibatch"]].plans[strategy], step["busy_s"])
+        fit = self._learned.fit()
         self._record["learned"] = dataclasses.asdict(fit)
         if not fit.num_steps:
             self._note(
@@ -185,9 +208,7 @@ class _Run:
             )
             for minibatch in self._minibatches
         ]
-        self._record["minibatches"] = [
-            summary.describe_minibatch(minibatch, self._names) for minibatch in self._minibatches
-        ]
+        self._describe_minibatches()
 
     def _measure(self, methods: list[Method], warm_s: list[float]) -> None:
         rounds = self._options.rounds
@@ -205,31 +226,41 @@ class _Run:
                 start = time.perf_counter()
                 self._run_all(methods, minibatch, number, round_ + number, round_)
                 expected[number] = time.perf_counter() - start
-                self._ranks.say(f"round {round_ + 1} of {rounds}, {number + 1} of {len(self._minibatches)}")
+                self._ranks.say(
+                    f"{self._options.workload}: round {round_ + 1} of {rounds}, {number + 1} of "
+                    f"{len(self._minibatches)}"
+                )
             bench.write(self._record, self._options.json, self._ranks)
 
     def _over_budget(self, seconds: float) -> bool:
         """Whether so many seconds more would pass the budget; rank 0's clock decides for all."""
-        left = self._options.budget_s - _RESERVE_S - (time.perf_counter() - bench.STARTED)
-        return self._ranks.of_first(left - seconds) < 0
+        return self._ranks.of_first(self._until_s - time.perf_counter() - seconds) < 0
 
     def _note(self, text: str) -> None:
         self._record["notes"].append(text)
         self._ranks.say(text)
 
     def _run_all(
-        self, methods: list[Method], minibatch: Minibatch, number: int, shift: int, round_: int
+        self,
+        methods: list[Method],
+        minibatch: Minibatch,
+        number: int,
+        shift: int,
+        round_: int,
+        *,
+        first: bool = False,
     ) -> None:
         """Run a minibatch with all methods, starting with another one each time."""
-        first = shift % len(methods)
-        for method in methods[first:] + methods[:first]:
+        begin = shift % len(methods)
+        for method in methods[begin:] + methods[:begin]:
             seconds, outcome = self._time(method, minibatch)
-            if round_ < 0 and number == 0:
+            if first:
                 method.after_first()
             self._record["steps"].append(
                 {
                     "round": round_,  # -1: warm-up
                     "minibatch": number,
+                    "first": first,
                     "method": str(method.name),
                     "wall_s": seconds,
                     **dataclasses.asdict(outcome),
@@ -266,7 +297,16 @@ class _Run:
 
     # -- memory ----------------------------------------------------------------------------------------
 
-    def measure_memory(self) -> None:
+    def measure_memory(self, tasks: Sequence[argparse.Namespace]) -> bool:
+        """Take the peaks of all workloads; returns whether the methods computed the same."""
+        right = True
+        for number, task in enumerate(tasks):
+            self._begin(task, len(tasks) - number)
+            self._measure_memory()
+            right &= self._finish()
+        return right
+
+    def _measure_memory(self) -> None:
         """Run every minibatch with one method after the other, and take the peaks."""
         self._record["memory"] = {}
         for name in self._names:
