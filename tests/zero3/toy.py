@@ -89,6 +89,10 @@ def make_engine(case: Case) -> Any:
     if case.zero_init:
         with deepspeed.zero.Init(config_dict_or_path=config_of(case)):
             model = make_model(case)
+        start = make_model(case).state_dict()  # what a GPU drew would be others
+        for name, parameter in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(start[name])
     else:
         model = make_model(case)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
