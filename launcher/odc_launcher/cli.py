@@ -159,7 +159,7 @@ def _start_here(
         info = job.outer_rank(os.environ)
         place = job.adopted_place(request, info, os.environ, above=options.reported_above)
         place = dataclasses.replace(place, master_addr=address_of(place.master_addr))
-        machine = _machine(os.environ, place.master_port, 0 in place.ranks)
+        machine = _machine(os.environ, place.master_port, has_rank0=0 in place.ranks)
         machine = dataclasses.replace(
             machine,
             run_name=job.run_name(os.environ, machine.run_name),
@@ -172,9 +172,12 @@ def _start_here(
         machine = dataclasses.replace(_machine(os.environ), node=node)
         plan = planning.make_plan(request, os.environ, machine)
     first = place is None or 0 in place.ranks
+    only_shown = options.plan is not None or options.dry_run
+    if machine.port_problem is not None and not only_shown:
+        raise ConfigError(machine.port_problem)
     for warning in plan.warnings if first else ():
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
-    if options.plan is not None or options.dry_run:
+    if only_shown:
         if options.plan is None:
             return _print(printing.render(plan, os.environ))
         env = plan.ranks[0].env
@@ -207,8 +210,11 @@ def _start_here(
     def start(done: int) -> Outcome:
         if not done:
             return local.run(plan)
-        port = dataclasses.replace(machine, master_port=_machine(os.environ).master_port)
-        return local.run(planning.make_plan(_again(request, plan.log_dir, done, begun), os.environ, port))
+        port = _machine(os.environ)
+        if port.port_problem is not None:
+            raise ConfigError(port.port_problem)
+        again = dataclasses.replace(machine, master_port=port.master_port)
+        return local.run(planning.make_plan(_again(request, plan.log_dir, done, begun), os.environ, again))
 
     return restart.run(start, wish.max_restarts)
 
@@ -229,7 +235,7 @@ def _start_elsewhere(
     from odc_launcher import job, memory, mpi, printing, restart, step
     from odcengine.topology import job_port
 
-    machine = _machine(os.environ, 0, check=False)
+    machine = _machine(os.environ, 0, has_rank0=False)
     seed = f"{os.environ.get('SLURM_JOB_ID')} {machine.run_name} {machine.host}"
     port = job_port(seed) if "MASTER_PORT" not in os.environ else _port(os.environ["MASTER_PORT"])
     name = job.run_name(os.environ, machine.run_name)
@@ -494,23 +500,27 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _machine(environ: Mapping[str, str], port: int | None = None, check: bool = True) -> Machine:
-    """This host. A ``port`` that all nodes derived is only checked, and only on rank 0's host."""
+def _machine(environ: Mapping[str, str], port: int | None = None, *, has_rank0: bool = True) -> Machine:
+    """This host.
+
+    Args:
+        environ: the environment.
+        port: the port that all nodes derived; None: one is chosen.
+        has_rank0: rank 0 will listen here.
+    """
     from odc_launcher import machine, plan
 
     cores, cores_from = machine.usable_cores()
-    if port is not None and check and not machine.port_is_free(port):
-        raise ConfigError(
-            f"port {port} (derived from the job's number, or MASTER_PORT) is in use on "
-            f"{socket.gethostname()}, where rank 0 runs; set MASTER_PORT to a free one"
-        )
+    given = environ.get("MASTER_PORT")
+    port = machine.master_port(given) if port is None else port
     return plan.Machine(
         host=environ.get("SLURMD_NODENAME", socket.gethostname()),
         cores=cores,
         cores_from=cores_from,
-        master_port=machine.master_port(environ.get("MASTER_PORT")) if port is None else port,
+        master_port=port,
         python=sys.executable,
         cwd=os.getcwd(),
         run_name=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
         bound=cores < (os.cpu_count() or 1),
+        port_problem=machine.port_problem(port, given) if has_rank0 else None,
     )

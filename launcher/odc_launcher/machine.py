@@ -73,7 +73,7 @@ def _quota_v1(folder: Path) -> float | None:
 
 
 def master_port(given: str | None, ephemeral: tuple[int, int] | None = None) -> int:
-    """The rendezvous port: the user's ``MASTER_PORT`` if set, else a free one.
+    """The rendezvous port: the user's ``MASTER_PORT`` if set, which may be in use, else a free one.
 
     A chosen port lies outside the range from which the kernel gives ports to outgoing connections, so
     that no connection takes it between this check and the moment when rank 0 listens on it.
@@ -83,16 +83,11 @@ def master_port(given: str | None, ephemeral: tuple[int, int] | None = None) -> 
         ephemeral: first and last port of that range; read from the kernel by default.
 
     Raises:
-        ConfigError: the user's port is not a port number or is taken.
+        ConfigError: the user's port is not a port number.
     """
     if given is not None:
         if not given.isdecimal() or not 0 < int(given) < 65536:
             raise ConfigError(f"MASTER_PORT={given!r} in the environment is no port (1 to 65535)")
-        if not port_is_free(int(given)):
-            raise ConfigError(
-                f"MASTER_PORT={given} in the environment is already in use on this host; "
-                "unset MASTER_PORT to have a free port chosen"
-            )
         return int(given)
     low, high = ephemeral if ephemeral is not None else ephemeral_range()
     # Below 10000 live the well-known services that may start at any time.
@@ -106,6 +101,22 @@ def master_port(given: str | None, ephemeral: tuple[int, int] | None = None) -> 
         probe.bind(("", 0))
         address: tuple[str, int] = probe.getsockname()
         return address[1]
+
+
+def port_problem(port: int, given: str | None) -> str | None:
+    """Why rank 0 cannot listen on this host, or None.
+
+    Args:
+        port: the rendezvous port.
+        given: the value of ``MASTER_PORT`` in the user's environment, or None.
+    """
+    if port_is_free(port):
+        return None
+    if given is None:
+        where, remedy = "derived from the job's number", "set MASTER_PORT to a free one"
+    else:
+        where, remedy = "MASTER_PORT in the environment", "set it to a free one, or unset it"
+    return f"port {port} ({where}) is already in use on {socket.gethostname()}, where rank 0 runs; {remedy}"
 
 
 def resolves(host: str) -> bool:

@@ -134,6 +134,7 @@ class Machine:
         bound: the cores are part of the host's, as where srun or mpirun binds each task to its own.
         node: interfaces, GPUs and the like, where ranks are started on this host; None: nothing is decided
             by them.
+        port_problem: why rank 0 cannot listen on the port now; None: it can, or is on another host.
     """
 
     host: str
@@ -145,6 +146,7 @@ class Machine:
     run_name: str
     bound: bool = False
     node: Host | None = None
+    port_problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def make_plan(
 
     signals, _ = parse_signals(request.signals)
     nproc, nproc_from = _nproc(request)
-    warnings = []
+    warnings = [] if machine.port_problem is None else [machine.port_problem]
     if place is None:
         here = Place(
             ranks=tuple(range(nproc)),

@@ -281,6 +281,28 @@ def test_plan_of_this_host_as_json(launcher: Launcher) -> None:
     assert "geheim" not in out
 
 
+def test_a_port_in_use_is_told_by_the_plan_and_refused_by_the_start(launcher: Launcher) -> None:
+    """A plan may be looked at while the job runs; also by a task of srun or mpirun, whose port is derived."""
+    launcher.write("open('started', 'w')")
+    job = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_NAMESPACE": "job.7"}
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen(1)
+        port = server.getsockname()[1]
+        told = f"port {port} (MASTER_PORT in the environment) is already in use on {socket.gethostname()}"
+        for env in ({}, job):
+            launcher.env |= env | {"MASTER_PORT": str(port)}
+            code, out, err = finish(launcher.start("--plan=json", "script.py"))
+            assert code == 0, err
+            assert told in json.loads(out)["warnings"][0]
+            assert told in err
+            code, out, _ = finish(launcher.start("--plan", "script.py"))
+            assert code == 0
+            assert f"warning: {told}" in out
+            (error,) = errors(launcher, "script.py")
+            assert told in error
+
+
 def test_submission_from_a_config(launcher: Launcher) -> None:
     """With a program in sbatch's place that keeps what it is given."""
     launcher.write("")

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from odc_launcher.machine import cgroup_cpu_limit, master_port, port_is_free, usable_cores
+from odc_launcher.machine import cgroup_cpu_limit, master_port, port_is_free, port_problem, usable_cores
 
 from odcengine.errors import ConfigError
 
@@ -82,7 +82,7 @@ def test_given_port_must_be_a_port(given: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1"])
-def test_given_port_must_be_free(address: str) -> None:
+def test_port_in_use_is_a_problem(address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as server:
         try:
@@ -91,6 +91,9 @@ def test_given_port_must_be_free(address: str) -> None:
             pytest.skip("this host has no IPv6")
         server.listen(1)
         port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} .* in use"):
-            master_port(str(port))
-    assert master_port(str(port)) == port
+        assert master_port(str(port)) == port
+        told = port_problem(port, str(port))
+        assert told is not None
+        assert f"port {port} (MASTER_PORT in the environment) is already in use" in told
+        assert "(derived from the job's number) is already in use" in str(port_problem(port, None))
+    assert port_problem(port, str(port)) is None
