@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +43,8 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
     Returns:
         0 if the methods computed the same, else 1.
     """
+    if options.compile:
+        torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]  # the reasons, to the ranks' logs
     config = model_config(options.shape)
     wanted = methods_of(options)
     skipped = {str(name): reason for name in wanted if (reason := why_not(name, wanted, ranks))}
@@ -146,10 +150,16 @@ class _Run:
             device=str(self._ranks.device),
             checkpointing=not options.no_checkpointing,
             compiled=options.compile,
+            stays=not options.memory,
         )
-        if self._ranks.on_gpu:
+        if self._ranks.on_gpu and options.memory:
             torch.cuda.empty_cache()  # the weights were drawn there
-        return make_method(name, model, self._ranks, transport=options.transport, timeout_s=options.timeout_s)
+        method = make_method(
+            name, model, self._ranks, transport=options.transport, timeout_s=options.timeout_s
+        )
+        if self._ranks.on_gpu and not options.memory:
+            torch.cuda.empty_cache()  # of the whole model only the shards are left
+        return method
 
     def _warm_up(self, methods: list[Method]) -> list[float]:
         """Run minibatches once; returns for each of all the seconds that it should take with all methods.
@@ -223,14 +233,32 @@ class _Run:
                         f"{self._options.budget_s:g}"
                     )
                     return
-                start = time.perf_counter()
-                self._run_all(methods, minibatch, number, round_ + number, round_)
-                expected[number] = time.perf_counter() - start
+                for usual_s in (expected[number], math.inf):  # the second time there is no time for a third
+                    start, before = time.perf_counter(), len(self._record["steps"])
+                    self._run_all(methods, minibatch, number, round_ + number, round_)
+                    seconds = time.perf_counter() - start
+                    if not self._is_repeated(self._record["steps"][before:], usual_s or seconds):
+                        break
+                expected[number] = seconds
                 self._ranks.say(
                     f"{self._options.workload}: round {round_ + 1} of {rounds}, {number + 1} of "
                     f"{len(self._minibatches)}"
                 )
             bench.write(self._record, self._options.json, self._ranks)
+
+    def _is_repeated(self, steps: Sequence[dict[str, Any]], seconds: float) -> bool:
+        """Whether a method compiled blocks in these steps, and there is time for the same without."""
+        methods = [step["method"] for step in steps if step["compiled"]]
+        if not methods:
+            return False
+        repeat = not self._over_budget(seconds)
+        self._note(
+            f"{', '.join(methods)} compiled blocks in a measurement of minibatch {steps[0]['minibatch']}, "
+            + ("which is repeated" if repeat else "which is too slow by that: no time to repeat it")
+        )
+        for step in steps if repeat else ():
+            step["round"] = -1
+        return repeat
 
     def _over_budget(self, seconds: float) -> bool:
         """Whether so many seconds more would pass the budget; rank 0's clock decides for all."""
@@ -253,7 +281,7 @@ class _Run:
         """Run a minibatch with all methods, starting with another one each time."""
         begin = shift % len(methods)
         for method in methods[begin:] + methods[:begin]:
-            seconds, outcome = self._time(method, minibatch)
+            seconds, compiled, outcome = self._time(method, minibatch)
             if first:
                 method.after_first()
             self._record["steps"].append(
@@ -263,19 +291,22 @@ class _Run:
                     "first": first,
                     "method": str(method.name),
                     "wall_s": seconds,
+                    "compiled": compiled,
                     **dataclasses.asdict(outcome),
                 }
             )
 
-    def _time(self, method: Method, minibatch: Minibatch) -> tuple[float, Outcome]:
+    def _time(self, method: Method, minibatch: Minibatch) -> tuple[float, int, Outcome]:
+        """Seconds and graphs compiled of the rank with most of them, and what came out."""
         micro_batches = self._pack(method.name, minibatch)
+        graphs = _num_graphs()
         self._ranks.meet()
         start = time.perf_counter()
         method.run(micro_batches, minibatch.num_targets)
         self._ranks.sync()
         seconds = time.perf_counter() - start
-        (slowest,) = self._ranks.largest([seconds])
-        return slowest, method.outcome()
+        slowest, compiled = self._ranks.largest([seconds, _num_graphs() - graphs])
+        return slowest, int(compiled), method.outcome()
 
     def _pack(self, name: MethodName, minibatch: Minibatch) -> list[MicroBatch]:
         """This rank's micro-batches, on its device."""
@@ -343,3 +374,10 @@ class _Run:
             figures = profile.figures(layers=layers, micro_batches=len(micro_batches))
             method.outcome()
             self._record["profile"][str(method.name)] = figures
+
+
+def _num_graphs() -> int:
+    """Graphs that this process has compiled, also for other sizes of the same blocks."""
+    return (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo.utils" in sys.modules else 0
+    )

@@ -224,9 +224,9 @@ def model_config(shape: str) -> Any:
 
 
 def build_model(
-    config: Any, *, seed: int, device: str, checkpointing: bool, compiled: bool = False
+    config: Any, *, seed: int, device: str, checkpointing: bool, compiled: bool = False, stays: bool = False
 ) -> nn.Module:
-    """A model with random fp32 weights on the CPU, ready for packed rows.
+    """A model with random fp32 weights, ready for packed rows.
 
     Args:
         config: from :func:`model_config`.
@@ -234,6 +234,8 @@ def build_model(
         device: where they are drawn; a GPU takes seconds where a CPU takes minutes.
         checkpointing: recompute every block in the backward.
         compiled: compile every block, as ``model.compile`` does.
+        stays: leave the weights on ``device``, which is faster; else they go to the CPU, so that nothing of
+            the whole model is left there.
 
     Returns:
         The model in training mode. Its attention and loss are odcengine's (``odcengine.models``).
@@ -248,7 +250,7 @@ def build_model(
     with torch.device(device):
         make: Any = AutoModelForCausalLM.from_config
         model: nn.Module = make(config, dtype=torch.float32)
-    prepare_model(model.to("cpu"))
+    prepare_model(model if stays else model.to("cpu"))
     if checkpointing:
         enable_checkpointing(model)
     if compiled:
