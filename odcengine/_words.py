@@ -68,8 +68,15 @@ class Meeting(enum.IntEnum):
     REFERENCE = 12
 
     def explain(self, number: int) -> str:
-        """Words for messages: ``the end of step 3``."""
-        return _MEETING_LABELS[self].format(number)
+        """Words for messages: ``the end of step 3``.
+
+        An attached model gives :attr:`CLOSE` and :attr:`EXIT` a number as well: how its last minibatch ended,
+        1 for the end without an optimizer's step, more with one.
+        """
+        text = _MEETING_LABELS[self].format(number)
+        if self in (Meeting.CLOSE, Meeting.EXIT) and number:
+            text += f", the last minibatch {'with' if number > 1 else 'without'} optimizer.step()"
+        return text
 
 
 _MEETING_LABELS = {

@@ -658,7 +658,8 @@ class ControlBlock:
             PeerError: the same, where another rank has ended its script.
         """
         meetings = {rank: Meeting(tag // MEETING_RANGE) for rank, tag in tags.items()}
-        if len(set(tags.values())) == 1 or set(meetings.values()) == {Meeting.CLOSE, Meeting.EXIT}:
+        leave = set(meetings.values()) <= {Meeting.CLOSE, Meeting.EXIT}
+        if len({tag % MEETING_RANGE if leave else tag for tag in tags.values()}) == 1:
             return
         places = [f"{self.describe_rank(rank)} is at {explain_tag(tag)}" for rank, tag in tags.items()]
         message = (

@@ -31,6 +31,7 @@ from odcengine.control import Meeting, Phase
 from odcengine.errors import ConfigError, OdcError, UsageError
 from odcengine.fsdp2.guard import Before, check, has_unsynced, param_dtype_of, roots
 from odcengine.fsdp2.sharding import AttachedSharding
+from odcengine.fsdp2.steps import NONE_YET, check_alike, way_of
 from odcengine.sharding.base import Changed
 from odcengine.sharding.layout import find_groups
 from odcengine.sharding.on_demand import plan_windows, slots_of
@@ -78,7 +79,8 @@ class AttachedModel:
         self._begun = False  # this rank computed something in this minibatch
         self._pushed = False
         self._micro_batches = self._enqueued = 0
-        self._stepped: set[int] = set()
+        self._stepped: set[int] = set()  # indices of optimizers, in this minibatch
+        self._way = NONE_YET  # how the last minibatch ended
         self._hooks: list[RemovableHandle] = []
         if job is None:
             return
@@ -161,7 +163,8 @@ class AttachedModel:
             self._micro_batches = 0
             self.num_minibatches += 1
             return
-        if self._state is _State.COLLECTED:
+        again = self._state is _State.COLLECTED
+        if again:
             self._end_without_step()
         control, sharding = self._control, self._sharding
         assert self.transport is not None  # there is a job
@@ -181,14 +184,30 @@ class AttachedModel:
             if faults.numel():
                 sharding.raise_faults(self._job.device.start_fetch(faults)(control))
         with control.phase(Phase.AGREE):
-            used = sharding.used().clone()
-            work = dist.all_reduce(used, group=self._job.host_group, async_op=True)
-            control.wait_work(work, "the agreement on which parameters have gradients")
-            if not used.any() and self._job.topology.rank == 0:
-                logger.warning("collect: minibatch %d has no gradient on any rank", self.num_minibatches)
-            sharding.show_gradients(used > 0)
+            sharding.show_gradients(self._agree(again=again))
         self._state = _State.COLLECTED
         self._stepped.clear()
+
+    def _agree(self, *, again: bool) -> torch.Tensor:
+        """All ranks have ended the last minibatch alike; returns which parameters have gradients, as bool."""
+        assert self._job is not None
+        topology, used = self._job.topology, self._sharding.used()
+        ways = torch.zeros(2, topology.world_size, dtype=used.dtype)
+        ways[:, topology.rank] = torch.tensor([self._way, again], dtype=used.dtype)
+        message = torch.cat([ways.view(-1), used])
+        work = dist.all_reduce(message, group=self._job.host_group, async_op=True)
+        self._control.wait_work(work, "the agreement on which parameters have gradients")
+        told, used = message[: ways.numel()].view(ways.shape).long(), message[ways.numel() :] > 0
+        check_alike(
+            told[0].tolist(),
+            told[1].bool().tolist(),
+            used=bool(used.any()),
+            minibatch=self.num_minibatches - 1,
+            describe=self._control.describe_rank,
+        )
+        if not used.any() and topology.rank == 0:
+            logger.warning("collect: minibatch %d has no gradient on any rank", self.num_minibatches)
+        return used
 
     def publish(self) -> None:
         """Make the present parameters the ones that all ranks use. Collective.
@@ -211,7 +230,7 @@ class AttachedModel:
 
     def _end_without_step(self) -> None:
         """The trainer has skipped the step (a norm that is not finite, say), or changed parameters itself."""
-        if self._sharding.has_changed and not self._stepped:
+        if self._sharding.has_changed and not (self._optimizers and self._stepped):
             what = (
                 "by something else than the optimizer that attach was given; give it all of them"
                 if self._optimizers
@@ -221,6 +240,9 @@ class AttachedModel:
         self._end_minibatch()
 
     def _end_minibatch(self) -> None:
+        if not self._optimizers and self._sharding.has_changed:
+            self._stepped.add(0)  # an update without an optimizer of torch's
+        self._way = way_of(self._stepped)
         with self._control.phase(Phase.PUBLISH):
             self._sharding.release()
             self._sharding.publish(Changed.TRAINABLE)
@@ -289,10 +311,12 @@ class AttachedModel:
         if self._state is _State.WORK:
             self._sharding.accept_unchanged()
             return
-        if self._optimizers:  # this is one of them; else the trainer calls publish()
-            self._stepped.add(id(optimizer))
-            if len(self._stepped) == len(self._optimizers):
-                self._end_minibatch()
+        if not self._optimizers:  # the trainer calls publish()
+            self._stepped.add(0)
+            return
+        self._stepped.add(next(at for at, known in enumerate(self._optimizers) if known is optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._end_minibatch()
 
     def _holds(self, optimizer: Optimizer) -> bool:
         if self._state is _State.CLOSED:
@@ -327,6 +351,8 @@ class AttachedModel:
                 dist.get_rank(),
                 self.num_minibatches,
             )
+        if self._state is _State.COLLECTED:
+            self._way = way_of(self._stepped)
         job = self._let_go()
         if job is None:
             return
@@ -334,6 +360,7 @@ class AttachedModel:
             with job.control.phase(Phase.CLOSING):
                 self._sharding.close()
                 assert self.transport is not None  # there is a job
+                self.transport.barrier(meeting, self._way)  # the last minibatch has ended alike on all ranks
                 self.transport.close(meeting)
                 job.control.part_from_nodes()
         finally:

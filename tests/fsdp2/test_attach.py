@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.profiler import ProfilerActivity, profile
 
 import odcengine
-from odcengine.errors import ConfigError, UsageError
-from odcengine.fsdp2 import guard
+from odcengine.errors import ConfigError, PeerError, UsageError
+from odcengine.fsdp2 import guard, steps
 
 from .toy import BF16, error_between, make_optimizer, meet, reference, sharded, train
 
@@ -78,6 +78,7 @@ def _pair(rank: int, world_size: int) -> dict[str, Any]:
     found["later"] = _attached_later(rank)
     found["trainer"] = _other_flows(rank)
     found["refused"] = _refusals(rank)
+    found["unlike"] = {kind: _ended_unlike(rank, kind) for kind in UNLIKE}
     return found
 
 
@@ -208,6 +209,53 @@ def _refusals(rank: int) -> dict[str, str]:
     return told
 
 
+UNLIKE = {
+    "one skips": (
+        "rank 1 (",
+        ": no optimizer.step(); rank 0 (",
+        ": optimizer.step() of optimizers 0, 1",
+    ),
+    "one collects twice": ("minibatch 0", "rank 1 (", "came straight to the next collect()"),
+    "all collect twice": ("collect() was called twice in minibatch 0",),
+    "one of two": ("rank 1 (", ": optimizer.step(); rank 0 (", ": optimizer.step() of optimizers 0, 1"),
+    "one publishes nothing": ("rank 1 (", ": no optimizer.step(); rank 0 ("),
+    "one skips the last": (
+        "is at close(), the last minibatch with optimizer.step(); rank 1 (",
+        "is at close(), the last minibatch without optimizer.step()",
+    ),
+    "all skip": ("no error",),
+}
+
+
+def _ended_unlike(rank: int, kind: str) -> str:
+    """Ranks end a minibatch in different ways, which no rank can see by itself."""
+    model = sharded(CASES["plain"])
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD(parameters[:3], lr=0.1), torch.optim.SGD(parameters[3:], lr=0.1)]
+    publishes = kind == "one publishes nothing"
+    micro_batch = micro_batches("unlike", 0, 2, True)[rank][0]
+    odd = rank == 1
+    try:
+        with odcengine.attach(model, *(() if publishes else (optimizers,)), **ODC) as handle:
+            loss_of(model, micro_batch)[0].backward()
+            handle.collect()
+            if kind == "all collect twice" or (kind == "one collects twice" and odd):
+                handle.collect()
+            for number, optimizer in enumerate(optimizers):
+                skips = "skip" in kind or publishes or (kind == "one of two" and number)
+                if not skips or not (odd or kind == "all skip"):
+                    optimizer.step()
+            if publishes:
+                handle.publish()
+            if "last" not in kind:
+                if rank == 0:  # the other has no micro-batch
+                    loss_of(model, micro_batch)[0].backward()
+                handle.collect()
+    except (UsageError, PeerError) as error:
+        return str(error)
+    return "no error"
+
+
 @pytest.fixture(scope="module")
 def pair() -> list[dict[str, Any]]:
     return values(run_ranks(_pair, 2, timeout_s=290))
@@ -295,6 +343,23 @@ def test_other_ways_to_end_a_minibatch(pair: list[dict[str, Any]]) -> None:
 def test_refusals(name: str, message: str, pair: list[dict[str, Any]]) -> None:
     for told in _of(pair, "refused"):
         assert message in told[name]
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_minibatches_that_ranks_end_in_different_ways(kind: str, pair: list[dict[str, Any]]) -> None:
+    for told in _of(pair, "unlike"):
+        for words in UNLIKE[kind]:
+            assert words in told[kind]
+
+
+def test_many_ranks_and_optimizers_that_ended_a_minibatch_unlike() -> None:
+    ways = [steps.way_of(range(60))] * 12 + [steps.way_of([])] * 3 + [steps.way_of([1])]
+    assert max(ways) < 2**48  # as a meeting's number
+    with pytest.raises(UsageError) as refusal:
+        steps.check_alike(ways, [False] * 16, used=True, minibatch=4, describe="rank {}".format)
+    told = str(refusal.value)
+    assert "minibatch 4 in different ways: rank 15: optimizer.step() of optimizers 1; " in told
+    assert "ranks 12, 13, 14 (3 of them): no optimizer.step(); ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (12" in told
 
 
 def test_what_needs_four_ranks_to_be_there() -> None:
