@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor import list_options
 
 from odcengine.data.batch import Segments
 from odcengine.models.packed import check_arguments, packed_attention
@@ -38,8 +39,23 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor") ->
         blocks: modules with a forward of their own. Their parameters, names and hooks stay as they are.
         backend: what makes kernels of the graphs: a back end of ``torch.compile``.
     """
+    options = _inductor_options() if backend == "inductor" else None
     for block in blocks:
-        block.compile(dynamic=True, backend=backend)
+        block.compile(dynamic=True, backend=backend, options=options)
+
+
+def _inductor_options() -> dict[str, bool]:
+    """What keeps inductor from compiling for ranges of lengths.
+
+    On GPUs torch 2.11 fuses the sums of a norm's gradients over features and over tokens only for 4,096
+    tokens or more, at least twice the features, and guards each of these bounds: three ranges of lengths,
+    each compiled by itself, for half a minute, at a moment of its own on each rank. Told not to look it
+    always fuses.
+    """
+    known = list_options()
+    if "triton.mix_order_reduction_non_strict_mode" in known:
+        return {"triton.mix_order_reduction_non_strict_mode": True}
+    return {"triton.mix_order_reduction": False} if "triton.mix_order_reduction" in known else {}
 
 
 def compiled_attention(

@@ -328,3 +328,38 @@ def _check_packed(kernels: Kernels, checkpointing: bool, backend: str, world_siz
     for a, b in zip(fast, plain, strict=True):
         assert a["losses"] == pytest.approx(b["losses"], rel=tolerance)
         assert a["evaluations"] == pytest.approx(b["evaluations"], rel=tolerance)
+
+
+@pytest.mark.gpu
+def test_no_length_compiles_again_on_a_gpu() -> None:
+    """Inductor has other ways for long rows than for short ones, and would guard the bounds."""
+    (found,) = values(run_ranks(_lengths_on_a_gpu, 1, gpus=True, timeout_s=280))
+    first, *later = found
+    assert first > 0
+    assert later == [first] * len(later)
+
+
+def _lengths_on_a_gpu(rank: int, world_size: int) -> list[int]:
+    """Graphs that there are after rows of several lengths."""
+    import transformers
+
+    config = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=16384,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    enable_checkpointing(model)
+    model = prepare_model(model)
+    compiled.compile_blocks(model.model.layers)
+    graphs = []
+    for length in (12000, 5000, 3000, 1500, 300, 16000):
+        row = pack_samples([{"input_ids": torch.zeros(length, dtype=torch.int64).numpy()}]).to("cuda")
+        model(**row.model_inputs()).logits.float().sum().backward()
+        torch.cuda.synchronize()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return graphs
