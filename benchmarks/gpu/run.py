@@ -64,11 +64,15 @@ MAIN = "fsdp2/lb_micro odc/lb_micro odc/lb_mini"
 ALL = "fsdp2/lb_micro odc/lb_micro odc/lb_mini odc/dynamic"
 FAST = "--compile --learn-costs --warm-up 5 --seeds 0-19 --rounds 1"
 
+NVSHMEM = "nvshmem or unmapped or two_hosts"  # layouts of tests/engine/test_gpu.py
+
 PARTS: dict[str, tuple[Command, ...]] = {
     "tests": (
         checked("test-transport", "tests/transport/test_cuda_p2p.py"),
         checked("test-nvshmem", "tests/transport/test_nvshmem.py"),
-        checked("test-engine", "tests/engine"),
+        checked("test-engine", f"tests/engine -k 'one_process and not ({NVSHMEM})'"),
+        checked("test-engine-nvshmem", f"tests/engine -k 'one_process and ({NVSHMEM})'"),
+        checked("test-engine-rest", "tests/engine -k 'not one_process'"),
         checked("test-rest", "tests/checkpoint tests/adapters tests/rollouts tests/models tests/tools"),
         checked("test-attached", "tests/fsdp2 tests/zero3"),
     ),
@@ -78,7 +82,7 @@ PARTS: dict[str, tuple[Command, ...]] = {
             "tests/launcher/test_odc_launch_doctor.py tests/transport/test_nvshmem_vmm.py",
             unset=("NVSHMEM_DISABLE_CUDA_VMM",),
         ),
-        checked("test-one-gpu", "tests/data tests/losses tests/models", mark="gpu"),
+        checked("test-one-gpu", "tests/data tests/engine tests/losses tests/models", mark="gpu"),
     ),
     "doctor": (
         Command("doctor", "-m odc_launcher doctor", lines=40),
