@@ -87,6 +87,8 @@ class AttachedDeepSpeed:
         if odc is None or job is None or odc.closed:
             return
         odc.closed = True
+        if odc.num_micro_batches:
+            logger.warning("rank %d: %s", job.topology.rank, _unused_gradients(self.engine, odc))
         try:
             with job.control.phase(Phase.CLOSING):
                 if meeting is Meeting.CLOSE:
@@ -206,6 +208,26 @@ def boundary(engine: Any) -> None:
         found.step()
     finally:
         found._is_gradient_accumulation_boundary = before
+
+
+def _unused_gradients(engine: Any, odc: OnDemand) -> str:
+    """What was left undone with the gradients that no boundary has followed, and why."""
+    by_hand = engine._is_gradient_accumulation_boundary
+    steps = engine.gradient_accumulation_steps()
+    if engine.managed_gradient_accumulation() and by_hand is False:
+        reason = "engine.step() does nothing while set_gradient_accumulation_boundary(False) holds"
+    elif engine.managed_gradient_accumulation() and by_hand is None and steps > 1:
+        reason = f"engine.step() only counts until it was called {steps} times (gradient_accumulation_steps)"
+    else:
+        reason = "engine.step() was not called after them"
+    done = "the run had no boundary at all: it has trained nothing"
+    if odc.num_boundaries:
+        done = f"the last boundary was that of minibatch {odc.num_boundaries - 1}"
+    return (
+        f"{odc.num_micro_batches} micro-batches had a backward and no boundary after it: their gradients are "
+        f"lost, no optimizer step has used them ({done}; {reason}). Call odcengine.boundary(engine) on every "
+        "rank at the end of each minibatch"
+    )
 
 
 def _leave_at_exit(reference: weakref.ref[AttachedDeepSpeed]) -> None:

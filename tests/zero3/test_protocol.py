@@ -239,6 +239,7 @@ def _pair(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "half": _half(rank, world_size),
         "written": _evaluate_and_write(rank, world_size),
         "checkpoint": _checkpoint(rank, world_size, folder),
+        "no boundary": {kind: _without_boundary(rank, kind) for kind in WITHOUT_BOUNDARY},
         "stock collectives": _count_collectives(rank, world_size, False),
     }
 
@@ -246,6 +247,45 @@ def _pair(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: Any) -> list[dict[str, Any]]:
     return values(run_ranks(_pair, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout_s=250))
+
+
+WITHOUT_BOUNDARY = {
+    "never": ("2 micro-batches had", "it has trained nothing; engine.step() was not called after them)"),
+    "counts": (
+        "2 micro-batches had",
+        "trained nothing; engine.step() only counts until it was called 4 times",
+    ),
+    "by hand": ("2 micro-batches had", "trained nothing; engine.step() does nothing while set_gradient"),
+    "last": (
+        "1 micro-batches had",
+        "the last boundary was that of minibatch 0; engine.step() was not called",
+    ),
+    "exit": ("2 micro-batches had", "trained nothing; engine.step() was not called after them)"),
+    "all": (),
+}
+
+
+def _without_boundary(rank: int, kind: str) -> list[str]:
+    """Gradients that no step has used when the engine is closed."""
+    import odcengine
+    from odcengine.deepspeed import attach
+
+    accumulation = {"gradient_accumulation_steps": 4 if kind == "counts" else 1}
+    engine = make_engine(Case(kind, config=accumulation, managed=kind in ("counts", "by hand")))
+    attached = odcengine.attach(engine, **ODC)
+    (micro_batch, *_) = micro_batches("boundary", 0, 2, True)[rank]
+    if kind == "by hand":
+        engine.set_gradient_accumulation_boundary(False)
+    for number in range(2):
+        engine.backward(loss_of(engine, micro_batch))
+        if kind in ("counts", "by hand") or (kind in ("last", "all") and number == 0):
+            engine.step()
+    if kind == "all":
+        boundary_of(engine)
+    told: list[str] = []
+    with mock.patch.object(attach.logger, "warning", lambda text, *values: told.append(text % values)):
+        attached._close(Meeting.EXIT if kind == "exit" else Meeting.CLOSE)
+    return told
 
 
 def _three(rank: int, world_size: int) -> dict[str, Any]:
@@ -275,6 +315,16 @@ def test_fp16_and_its_loss_scale(pair: list[dict[str, Any]]) -> None:
         assert rank["norms"] == pytest.approx(right["norms"], rel=5e-3)
         assert rank["scales"] == [(128.0, 1), (128.0, 1)]  # halved once, on all ranks
         assert rank["finite"]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_BOUNDARY)
+def test_gradients_that_no_boundary_has_followed(kind: str, pair: list[dict[str, Any]]) -> None:
+    for rank, told in enumerate(rank["no boundary"][kind] for rank in pair):
+        assert len(told) == bool(WITHOUT_BOUNDARY[kind])
+        for text in told:
+            assert text.startswith(f"rank {rank}: ")
+            for words in WITHOUT_BOUNDARY[kind]:
+                assert words in text
 
 
 def _evaluate_and_write(rank: int, world_size: int) -> dict[str, Any]:
