@@ -2,12 +2,14 @@
 
     python benchmarks/fidelity/run.py sft  --out fidelity_out
     python benchmarks/fidelity/run.py grpo --out fidelity_out
+    python benchmarks/fidelity/run.py sft  --out fidelity_gpu --bf16 --together 4    # on a machine with GPUs
 
 ``sft`` trains a small Llama on the functions of Python's own library (``examples/sft/train.py``), ``grpo`` a
 smaller one on arithmetic (``examples/grpo/train.py``), each for ``--minibatches`` optimizer steps and
 ``--seeds`` seeds (weights, order of data, sampling), with collectives and `lb_micro`, on demand with
-`lb_mini`, and on demand with `dynamic`. Methods take turns. A run that is in ``--out`` is not repeated, so an
-interrupted benchmark goes on.
+`lb_mini`, and on demand with `dynamic`. Methods take turns, or run at the same time with ``--together``. Runs
+are on the GPUs of the machine if it has any. A run that is in ``--out`` is not repeated, so an interrupted
+benchmark goes on.
 
 Printed, and written as JSON and PNG: the losses (for ``grpo`` the rewards) of every method; how far a curve
 is from that of collectives with the same seed, as root mean square of moving means; the same between seeds of
@@ -27,9 +29,11 @@ import itertools
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +81,12 @@ SMOOTHED_OVER = 10  # minibatches
 def main() -> int:
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    runs: dict[tuple[str, int], dict[str, Any]] = {}
-    for seed, name in itertools.product(range(arguments.seeds), METHODS):
-        file = arguments.out / f"{arguments.task}-{name.replace(', ', '-').replace(' ', '_')}-{seed}.json"
-        if not file.exists():
-            record = RUN[arguments.task](name, seed, arguments)
-            file.write_text(json.dumps(record) + "\n")
-            print(f"seed {seed}, {name}: {record['wall_s']:.0f} s", flush=True)
-        runs[name, seed] = json.loads(file.read_text())
+    if arguments.task == "sft":
+        prepare_tokens(arguments)
+    keys = [(name, seed) for seed, name in itertools.product(range(arguments.seeds), METHODS)]
+    with ThreadPoolExecutor(arguments.together) as pool:
+        records = list(pool.map(lambda key: run_once(*key, arguments), keys))
+    runs = dict(zip(keys, records, strict=True))
     report = compare(runs, arguments)
     (arguments.out / f"{arguments.task}.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(runs, report, arguments)
@@ -99,23 +101,45 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minibatches", type=int, default=300, help="optimizer steps a run (default 300)")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default 3)")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest time of a run (default 900)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, with fp32 master weights")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="runs at a time (default 1)")
     return parser.parse_args()
 
 
 # ---- runs ----------------------------------------------------------------------------------------------
 
 
-def run_sft(method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The losses and gradient norms of every step."""
-    tokens = arguments.out / "data" / "tokens"
+def run_once(method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The curves of a method with a seed, of now or of an earlier time."""
+    name = f"{arguments.task}-{method.replace(', ', '-').replace(' ', '_')}-{seed}"
+    file, folder = arguments.out / f"{name}.json", arguments.out / name
+    if not file.exists():
+        folder.mkdir(exist_ok=True)
+        record = RUN[arguments.task](method, seed, folder, arguments)
+        file.write_text(json.dumps(record) + "\n")
+        print(f"seed {seed}, {method}: {record['wall_s']:.0f} s", flush=True)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def tokens_of(arguments: argparse.Namespace) -> Path:
+    return Path(arguments.out) / "data" / "tokens"
+
+
+def prepare_tokens(arguments: argparse.Namespace) -> None:
+    tokens = tokens_of(arguments)
     if not tokens.exists():
         prepare = [sys.executable, str(ROOT / "examples" / "demo" / "prepare.py")]
         subprocess.run([*prepare, "--out", str(tokens.parent)], check=True, timeout=arguments.limit_s)
-    metrics = arguments.out / "metrics.jsonl"
+
+
+def run_sft(method: str, seed: int, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The losses and gradient norms of every step."""
+    metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     config = merged(SFT, METHODS[method], {"seed": seed, "monitor": {"jsonl": str(metrics)}})
-    words = ["examples/sft/train.py", "--data", str(tokens), "--steps", str(arguments.minibatches)]
-    wall_s = launch(config, words, arguments)
+    words = ["--data", str(tokens_of(arguments)), "--steps", str(arguments.minibatches)]
+    wall_s = launch(config, ["examples/sft/train.py", *words], folder, arguments)
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [step for step in steps if "loss" in step]
     if len(steps) != arguments.minibatches:
@@ -127,14 +151,14 @@ def run_sft(method: str, seed: int, arguments: argparse.Namespace) -> dict[str, 
     }
 
 
-def run_grpo(method: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_grpo(method: str, seed: int, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The mean reward of every round of sampling; there are four optimizer steps in a round."""
-    folder, updates = arguments.out / "grpo", 4
+    updates = 4
     base = load_config(ROOT / "configs" / "grpo_cpu.yaml").resolved()
     config = merged(base, METHODS[method], {"seed": seed})
     rounds = arguments.minibatches // updates
     words = ["examples/grpo/train.py", "--out", str(folder), "--iterations", str(rounds)]
-    wall_s = launch(config, [*words, "--updates", str(updates)], arguments)
+    wall_s = launch(config, [*words, "--updates", str(updates)], folder, arguments)
     lines = [json.loads(line) for line in (folder / "rewards.jsonl").read_text().splitlines()]
     if len(lines) != rounds:
         raise SystemExit(f"{method}, seed {seed}: {len(lines)} rounds, expected {rounds}")
@@ -159,14 +183,13 @@ def merged(*layers: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def launch(config: dict[str, Any], words: list[str], arguments: argparse.Namespace) -> float:
+def launch(config: dict[str, Any], words: list[str], folder: Path, arguments: argparse.Namespace) -> float:
     """Run an example under odc-launch; returns its seconds."""
-    file = arguments.out / "config.json"
-    file.write_text(json.dumps(config))
-    log = arguments.out / "log.txt"
+    file, log = folder / "config.json", folder / "log.txt"
+    file.write_text(json.dumps(merged(config, {"bf16": {"enabled": True}} if arguments.bf16 else {})))
     code = "import sys; from odc_launcher.cli import main; sys.exit(main())"
     words = [str(ROOT / words[0]), *words[1:]]
-    logs = ["--log-dir", str(arguments.out / "logs")]
+    logs = ["--log-dir", str(folder / "logs")]
     start = time.monotonic()
     with log.open("w") as output:
         done = subprocess.run(
@@ -219,10 +242,19 @@ def compare(runs: dict[tuple[str, int], dict[str, Any]], arguments: argparse.Nam
         "date": datetime.date.today().isoformat(),
         "odcengine": __version__,
         "minibatches": arguments.minibatches,
+        "bf16": arguments.bf16,
+        "device": device(),
         "between_seeds": between_seeds,
         "methods": methods,
         "within_seed_noise": within,
     }
+
+
+def device() -> str:
+    """What the runs were on."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
 
 
 def smoothed(values: Curve) -> Curve:
@@ -243,7 +275,8 @@ def rms(one: Curve, other: Curve) -> float:
 def table(report: dict[str, Any]) -> list[str]:
     what = report["curve"]
     lines = [
-        f"{report['task']}, {report['minibatches']} minibatches, {what}: root mean square between the curves "
+        f"{report['task']}, {report['minibatches']} minibatches, {report['device']}"
+        f"{', bf16' if report['bf16'] else ''}, {what}: root mean square between the curves "
         f"of two seeds with collectives: {spread(report['between_seeds'])}",
         "",
         "| method | from collectives, same seed | equal at first | "

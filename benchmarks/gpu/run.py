@@ -115,6 +115,13 @@ PARTS: dict[str, tuple[Command, ...]] = {
         ),
         Command("picture", "benchmarks/gpu/curves.py {out}/curves.json {out}/curves.png"),
     ),
+    "fidelity": tuple(
+        Command(
+            f"fidelity-{task}",
+            f"benchmarks/fidelity/run.py {task} --bf16 --together 4 --out {{out}}/fidelity",
+        )
+        for task in ("sft", "grpo")
+    ),
     "deepspeed": (
         trained("zero3-swesmith", "swesmith", "zero3/lb_micro odc-zero3/lb_mini odc/lb_mini", "--seeds 0-4"),
         trained("zero3-8k", "balanced-8k", "zero3/lb_micro odc-zero3/lb_micro odc/lb_micro", "--seeds 0"),
