@@ -35,7 +35,8 @@ from odcengine.checkpoint.checkpoints import Checkpoints
 from odcengine.checkpoint.state import Trained
 from odcengine.config import Config
 from odcengine.control import Meeting, Phase
-from odcengine.data import MinibatchLoader
+from odcengine.data import Minibatch, MinibatchLoader
+from odcengine.data.minibatch import warn_of_unused
 from odcengine.device import Mark
 from odcengine.errors import CheckpointError, OdcError, UsageError
 from odcengine.losses import LossSum
@@ -259,6 +260,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
             exchanged_bytes=blocked.exchanged_bytes,
             exchange_s=self._exchange_s(blocked),
         )
+        minibatch, source = self._minibatch()
+        warn_of_unused(minibatch, source, step=step, num_left=agreed.num_left, num_samples=agreed.num_samples)
         self._learn(metrics)
         self._control.timeout_s = self.config.odc.timeout_s
         self.global_steps += 1
@@ -269,6 +272,12 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         if agreed.stops:
             self._save_and_stop(agreed.stops)
         return metrics
+
+    def _minibatch(self) -> tuple[Minibatch | None, str]:
+        """What the present step is over, as far as the engine has made it, and who gave it."""
+        if self._balanced is not None:
+            return self._balanced, "engine.balance()"
+        return (None if self._loader is None else self._loader.in_step), "the loader's minibatch"
 
     def _learn(self, metrics: StepMetrics) -> None:
         """Costs and speeds follow from what was computed in which time."""
@@ -400,9 +409,10 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
 
     def _known_sums(self) -> list[float]:
         """What the host of this rank knows without its device; all ranks' are summed."""
-        tally = self._monitor.tally
+        tally, (minibatch, _) = self._monitor.tally, self._minibatch()
+        left = float(minibatch is not None and minibatch.left_early)
         return [
-            *(self._count, float(self._micro_batches), tally.samples, tally.flops),
+            *(self._count, float(self._micro_batches), tally.samples, tally.flops, left),
             *self._checkpoints.votes(),
             self._stop.vote(),
         ]
@@ -650,12 +660,13 @@ class _Agreed:
     tokens: tuple[int, ...] | None
     flops: float | None
     used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
+    num_left: int  # ranks that left the loop over their minibatch early
     votes: list[float]  # on the checkpoint that is being saved
     stops: int  # ranks that were asked to stop
 
     @classmethod
     def of(cls, sums: list[float], of_ranks: list[list[float]], used: torch.Tensor) -> _Agreed:
-        loss_sum, squared_norm, count, micro_batches, samples, flops, *votes, stops = sums
+        loss_sum, squared_norm, count, micro_batches, samples, flops, left, *votes, stops = sums
         busy, wait, tokens = of_ranks
         return cls(
             loss_sum=loss_sum,
@@ -668,6 +679,7 @@ class _Agreed:
             tokens=None if math.isnan(sum(tokens)) else tuple(round(value) for value in tokens),
             flops=None if math.isnan(flops) else flops,
             used=used,
+            num_left=round(left),
             votes=votes,
             stops=round(stops),
         )

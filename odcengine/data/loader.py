@@ -214,6 +214,11 @@ class MinibatchLoader:
         return self._current
 
     @property
+    def in_step(self) -> Minibatch | None:
+        """The minibatch that iterating gave last, where its step has not ended; that of the present step."""
+        return self._unmeasured
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence in the samples that are used, after truncation."""
         return int(np.minimum(self.lengths, self._longest_sequence)[self._usable].max())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from odcengine.balance.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 
 class Minibatch:
@@ -53,6 +56,8 @@ class Minibatch:
         self._load = load
         self._planned = tuple(self._ids_of(group) for group in plan.micro_batches[rank] if group or run_empty)
         self._handed_out: tuple[int, ...] | None = None
+        self._num_handed_out = 0  # in the last iteration
+        self._ended = False  # it, too
         self._draw: Callable[[], int] | None = None
 
     def draw_from(self, draw: Callable[[], int]) -> None:
@@ -96,21 +101,64 @@ class Minibatch:
         while self._draw is not None and (number := self._draw()) < len(bundles):
             yield self._ids_of(bundles[number])
 
+    @property
+    def left_early(self) -> bool:
+        """Whether the last iteration was left before its end, or there was none at all."""
+        return not self._ended and (self._draw is not None or self._num_handed_out < len(self._planned))
+
+    def explain_left(self) -> str:
+        """Words for messages on how far the last iteration came, where it was left early."""
+        count = self._num_handed_out
+        if self._draw is not None:
+            return f"after {count} micro-batches, before all {self.num_samples_global} samples were drawn"
+        left = sum(map(len, self._planned[count:]))
+        return f"after {count} of {len(self._planned)} micro-batches, with {left} samples left"
+
     def _ids_of(self, positions: tuple[int, ...]) -> tuple[int, ...]:
         return tuple([self.sample_ids[position] for position in positions])
 
     def __iter__(self) -> Iterator[Any]:
+        self._num_handed_out, self._ended = 0, False
         with contextlib.closing(self._load(self)) as batches:
             for sample_ids, batch in batches:
                 self._handed_out = sample_ids
+                self._num_handed_out += 1
                 yield batch
-        self._handed_out = None
+        self._handed_out, self._ended = None, True
 
     def __repr__(self) -> str:
         return (
             f"Minibatch(epoch={self.epoch}, index={self.index}, rank={self.rank}, "
             f"micro_batches={'drawn' if self._draw else len(self)}, samples={self.num_samples_global})"
         )
+
+
+def warn_of_unused(
+    minibatch: Minibatch | None, source: str, *, step: int, num_left: int, num_samples: int | None
+) -> None:
+    """Log a warning where samples of a step's minibatch are not in it, since the loop over it was left early.
+
+    Args:
+        minibatch: that the step was over; None where the script made its own.
+        source: who gave it, for the message.
+        step: number of the step.
+        num_left: ranks that left their loops early. Others compute what is drawn, if there are any.
+        num_samples: computed by all ranks together; None where unknown.
+    """
+    if minibatch is None or not minibatch.left_early:
+        return
+    drawn = minibatch.planned is None
+    if drawn and (num_left < minibatch.plan.num_ranks or num_samples == minibatch.num_samples_global):
+        return
+    logger.warning(
+        "step %d: rank %d left its loop over %s %s: they are in no step, %s. Go through the loop to its end; "
+        "leave samples out before they are planned",
+        step,
+        minibatch.rank,
+        source,
+        minibatch.explain_left(),
+        "no rank has drawn the rest" if drawn else "no other rank has them",
+    )
 
 
 class LocalCounter:

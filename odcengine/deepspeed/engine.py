@@ -23,6 +23,7 @@ from odcengine._sums import sum_over_ranks
 from odcengine.config import Config
 from odcengine.control import EventRecorder, Phase
 from odcengine.data import MinibatchLoader
+from odcengine.data.minibatch import warn_of_unused
 from odcengine.deepspeed.attach import AttachedDeepSpeed
 from odcengine.deepspeed.stage3 import OnDemand
 from odcengine.errors import UsageError
@@ -128,7 +129,7 @@ class ZeroEngine:
         self.deepspeed.step()
         norm, windows = float(self.deepspeed.get_global_grad_norm()), self._boundary
         sums, (busy, wait, tokens) = self._agreed
-        loss_sum, count, micro_batches, samples, flops = sums
+        loss_sum, count, micro_batches, samples, flops, left = sums
         metrics = StepMetrics(
             step=self.global_steps,
             loss=loss_sum / count if count else math.nan,
@@ -149,6 +150,13 @@ class ZeroEngine:
             crossed_bytes=int(windows["crossed_bytes"]),
         )
         if self._loader is not None:
+            warn_of_unused(
+                self._loader.in_step,
+                "the loader's minibatch",
+                step=self.global_steps,
+                num_left=round(left),
+                num_samples=metrics.num_samples,
+            )
             self._loader.measured(metrics.busy_s, metrics.num_samples)
         if not metrics.applied and self.topology.rank == 0:
             reason = "its gradient is not finite" if count else "it has nothing to learn"
@@ -188,8 +196,9 @@ class ZeroEngine:
     def _agree(self) -> float:
         """Sum what the hosts know; returns what sums of gradients are multiplied by, nan to skip the step."""
         tally, size = self._monitor.tally, self.topology.world_size
+        minibatch = None if self._loader is None else self._loader.in_step
         known = [float(self._loss_sum), self._count, float(self._num_micro_batches)]
-        known += [tally.samples, tally.flops]
+        known += [tally.samples, tally.flops, float(minibatch is not None and minibatch.left_early)]
         wait_s = self._odc.waited_s
         table = torch.zeros(3, size, dtype=torch.float64)
         busy_s = self._met_at - self._started - wait_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from odcengine.rollouts.reference import copy_weights, prepare_for_packing
 from odcengine.rollouts.samples import Sample, TensorSample, nested
 from odcengine.sharding.base import Changed, Sharding
 from odcengine.transport.base import Transport
+
+logger = logging.getLogger(__name__)
 
 Annotations = Mapping[str, torch.Tensor]
 """Values by name: ``[1, T]`` of a micro-batch's positions, or ``[num_sequences]``."""
@@ -250,8 +253,14 @@ class RolloutCalls(abc.ABC):
     def _meeting(self, call: str) -> Iterator[None]:
         self._require_between(call)
         with self._control.phase(Phase.BALANCING):
-            self._balanced = None  # its samples may be replaced
+            before, self._balanced = self._balanced, None  # its samples may be replaced
             self._control.barrier(Meeting.BALANCE, self.global_steps)
+            if before is not None and before.left_early:
+                logger.warning(
+                    "%s: no engine.step() has followed the last engine.balance(), whose loop rank %d left "
+                    "%s: they are in no step",
+                    *(call, before.rank, before.explain_left()),
+                )
             yield
         self._begin_anew()
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 import odcengine
 from odcengine import OdcEngine
-from odcengine.data import MicroBatch
+from odcengine.data import MicroBatch, minibatch
 from odcengine.losses import GrpoLoss
+from odcengine.rollouts import calls
 from rollouts.policy import EPS, KL, logprobs_of, make_policy, make_rollouts, plain_gradient, share_out
 
 STEPS, COUNT = 3, 14
@@ -76,6 +82,8 @@ def _all_methods(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {method: _learn(rank, world_size, method) for method in METHODS}
     found["exchange"] = _exchange(rank, world_size)
     found["generate"] = _generate(rank)
+    found["left"] = {strategy: _left_early(rank, strategy) for strategy in ("lb_mini", "dynamic")}
+    found["left loader"] = _left_loader(rank)
     return found
 
 
@@ -135,6 +143,79 @@ def _generate(rank: int) -> dict[str, Any]:
         return {"equal": found, "reference": float((pair[0] - pair[1]).abs().max())}
 
 
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What this rank warns of loops that were left early."""
+    told: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for logger in (minibatch.logger, calls.logger):
+            warn = mock.patch.object(logger, "warning", lambda text, *values: told.append(text % values))
+            stack.enter_context(warn)
+        yield told
+
+
+def _left_early(rank: int, strategy: str) -> dict[str, list[str]]:
+    """Loops over ``engine.balance`` that one rank, all ranks or an exception leave early."""
+    found: dict[str, list[str]] = {}
+    samples = make_rollouts(0, 7)
+
+    def learn(name: str, count: int | None, *, step: bool = True) -> None:
+        with _warnings() as told:
+            batches = engine.balance(samples)
+            given = iter(batches) if count is None else itertools.islice(batches, count)
+            for micro_batch in given:
+                engine.backward(engine(micro_batch))
+            if step:
+                engine.step()
+        found[name] = told
+
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "odc": {**TIMES},
+        "balance": {"strategy": strategy, "max_tokens_per_micro_batch": 32},
+    }
+    with odcengine.initialize(model=make_policy(1), config=config)[0] as engine:
+        learn("none", None)
+        learn("one", 1 if rank else None)
+        learn("all", 1)
+        learn("not at all", 0, step=False)
+        learn("after that", None)
+        for name, steps in (("caught", True), ("raised", False)):
+            with _warnings() as found[name]:
+                try:
+                    for micro_batch in engine.balance(samples):
+                        raise MemoryError(micro_batch.num_samples)
+                except MemoryError:
+                    if steps:  # else it goes its way
+                        engine.step()
+    return found
+
+
+def _left_loader(rank: int) -> list[list[str]]:
+    """The same with minibatches of the loader: left early by rank 1, and passed over by both."""
+    found = []
+    engine, _, loader, _ = odcengine.initialize(
+        model=make_policy(1),
+        training_data=make_rollouts(0, 21),
+        config={
+            "train_batch_size": 7,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "odc": {**TIMES},
+            "balance": {"max_tokens_per_micro_batch": 32},
+        },
+    )
+    with engine:
+        assert loader is not None
+        for number, batches in enumerate(loader):
+            with _warnings() as told:
+                for micro_batch in itertools.islice(batches, (99, 99 - 98 * rank, 0)[number]):
+                    engine.backward(engine(micro_batch))
+                engine.step()
+            found.append(told)
+    return found
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     return values(run_ranks(_all_methods, 2, timeout_s=270))
@@ -175,6 +256,45 @@ def test_each_rollout_is_computed_once(method: str, ranks: list[dict[str, Any]])
         rollouts = make_rollouts(step, COUNT if step else 1)
         assert tokens == sum(len(rollout["input_ids"]) for rollout in rollouts)
         assert flops > 0
+
+
+def test_a_loop_that_is_left_early_is_told(ranks: list[dict[str, Any]]) -> None:
+    first, second = (found["left"]["lb_mini"] for found in ranks)
+    for quiet in (first["none"], second["none"], first["one"]):
+        assert quiet == []
+    for told in (second["one"], first["all"], second["all"]):
+        assert len(told) == 1
+        assert re.search(
+            r"rank \d left its loop over engine.balance\(\) after 1 of [2-5] micro-batches, with [1-6] "
+            "samples left: they are in no step, no other rank has them",
+            told[0],
+        )
+    assert second["one"][0].startswith("step 1: rank 1 ")
+    for rank, found in enumerate((first, second)):
+        (told,) = found["after that"]
+        assert told.startswith(
+            "balance: no engine.step() has followed the last engine.balance(), whose loop "
+        )
+        assert f"rank {rank} left after 0 of " in told
+        assert "after 1 of" in found["caught"][0]
+        assert found["raised"] == []
+
+
+def test_a_loop_over_what_is_drawn_is_told_where_all_ranks_leave_it(ranks: list[dict[str, Any]]) -> None:
+    for found in (found["left"]["dynamic"] for found in ranks):
+        assert found["none"] == found["one"] == found["raised"] == []
+        for told in (found["all"], found["caught"]):
+            assert "after 1 micro-batches, before all 14 samples were drawn: they are in no step" in told[0]
+            assert "no rank has drawn the rest" in told[0]
+        assert "before all 14 samples were drawn" in found["after that"][0]
+
+
+def test_a_minibatch_of_the_loader_that_is_left_early(ranks: list[dict[str, Any]]) -> None:
+    first, second = (found["left loader"] for found in ranks)
+    assert [len(told) for told in first] == [0, 0, 1]
+    assert [len(told) for told in second] == [0, 1, 1]
+    assert "step 1: rank 1 left its loop over the loader's minibatch after 1 of " in second[1][0]
+    assert "step 2: rank 0 left its loop over the loader's minibatch after 0 of " in first[2][0]
 
 
 def test_rollouts_go_where_the_plan_has_them(ranks: list[dict[str, Any]]) -> None:
