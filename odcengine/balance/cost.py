@@ -137,6 +137,8 @@ class CostModel:
         intermediate_size = (
             getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden_size
         )
+        if isinstance(intermediate_size, (list, tuple)):  # one for each layer (Gemma 3n)
+            intermediate_size = round(sum(intermediate_size) / len(intermediate_size))
         if getattr(config, "num_experts_per_tok", None):
             intermediate_size = _active_width(config, intermediate_size)
         return cls.from_shape(

@@ -8,6 +8,7 @@ from odcengine.losses.grpo import GRPO_METRICS, GrpoLoss
 from odcengine.losses.kl import kl_estimates
 from odcengine.losses.linear_logprobs import TokenLogprobs, linear_logprobs
 from odcengine.losses.linear_loss import linear_cross_entropy_sum
+from odcengine.losses.logit_transform import LogitTransform
 from odcengine.losses.logprobs import causal_lm_logprobs, token_logprobs
 from odcengine.losses.loss_sum import LossSum
 from odcengine.losses.token_loss import causal_lm_loss_sum, token_cross_entropy_sum
@@ -17,6 +18,7 @@ __all__ = [
     "GRPO_METRICS",
     "DpoLoss",
     "GrpoLoss",
+    "LogitTransform",
     "LossSum",
     "TokenLogprobs",
     "causal_lm_logprobs",

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from odcengine.losses._softmax_kernel import capped, slope_of_cap
+
 # A row is done by one program; see _softmax_kernel.py.
 _MAX_BLOCK = 16384
 _MAX_WARPS = 32
@@ -25,6 +27,9 @@ def _logprob_kernel(
     num_rows,
     row_stride,  # elements between rows of logits
     temperature,
+    scale,  # done to the logits first: logit_transform.py
+    cap,
+    CAPPED: tl.constexpr,
     COLUMNS: tl.constexpr,  # the vocabulary: a model has one
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -34,26 +39,30 @@ def _logprob_kernel(
     columns = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     known = (target >= 0) & (target < COLUMNS)
-    chosen = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32) / temperature
+    chosen = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32) * scale
+    if CAPPED:
+        chosen = capped(chosen, cap)
+    chosen /= temperature
 
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     weighted = tl.zeros([], tl.float32)  # sum of exp(z - largest) (z - largest)
     for start in range(0, COLUMNS, BLOCK):
         inside = start + columns < COLUMNS
-        values = (
-            tl.load(logits + start + columns, mask=inside, other=float("-inf")).to(tl.float32) / temperature
-        )
+        values = tl.load(logits + start + columns, mask=inside, other=0.0).to(tl.float32) * scale
+        if CAPPED:
+            values = capped(values, cap)
+        values = tl.where(inside, values / temperature, float("-inf"))
         higher = tl.maximum(largest, tl.max(values, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing yet: no infinity minus infinity
-        scale = tl.exp(largest - shift)
+        shrink = tl.exp(largest - shift)
         powers = tl.exp(values - shift)
         if WITH_ENTROPY:
             moved = tl.where(largest == float("-inf"), 0.0, largest - shift)
             # Bounded below: what has no probability adds 0 times a number, not 0 times infinity.
             offsets = tl.maximum(values - shift, -1e30)
-            weighted = (weighted + moved * total) * scale + tl.sum(powers * offsets, 0)
-        total = total * scale + tl.sum(powers, 0)
+            weighted = (weighted + moved * total) * shrink + tl.sum(powers * offsets, 0)
+        total = total * shrink + tl.sum(powers, 0)
         largest = higher
     log_total = tl.log(total)
     found += row
@@ -75,6 +84,9 @@ def _gradient_kernel(
     grad_entropies,
     row_stride,  # elements between rows of logits
     temperature,
+    scale,  # as in the forward
+    cap,
+    CAPPED: tl.constexpr,
     COLUMNS: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -89,18 +101,27 @@ def _gradient_kernel(
     for start in range(0, COLUMNS, BLOCK):
         places = start + columns
         inside = places < COLUMNS
-        values = tl.load(logits + places, mask=inside, other=float("-inf")).to(tl.float32) / temperature
-        logps = values - top - rest
+        values = tl.load(logits + places, mask=inside, other=0.0).to(tl.float32) * scale
+        slope_of_logit = scale / temperature
+        if CAPPED:
+            slope_of_logit *= slope_of_cap(values, cap)
+            values = capped(values, cap)
+        logps = values / temperature - top - rest
         gradient = tl.where(places == target, slope, 0.0) - tl.exp(logps) * slope
         if WITH_ENTROPY:
             entropy = tl.load(entropies + row)
             slope_of_entropy = tl.load(grad_entropies + row)
             gradient -= tl.exp(logps) * (tl.maximum(logps, -1e30) + entropy) * slope_of_entropy
-        tl.store(logits + places, (gradient / temperature).to(logits.dtype.element_ty), mask=inside)
+        tl.store(logits + places, (gradient * slope_of_logit).to(logits.dtype.element_ty), mask=inside)
 
 
 def logprobs_of_rows(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Log-probabilities of the targets of rows of logits, and what the gradient needs.
 
@@ -109,6 +130,8 @@ def logprobs_of_rows(
         targets: int64 ``[rows]``.
         temperature: the logits are divided by it.
         with_entropy: whether entropies are wanted.
+        scale: of the logits, as :class:`~odcengine.losses.logit_transform.LogitTransform` has it.
+        cap: the same.
 
     Returns:
         float32 ``[4, rows]``: log-probabilities (NaN where a target is outside of the vocabulary), entropies,
@@ -125,6 +148,9 @@ def logprobs_of_rows(
             num_rows,
             logits.stride(0),
             float(temperature),
+            float(scale),
+            1.0 if cap is None else float(cap),
+            CAPPED=cap is not None,
             COLUMNS=num_columns,
             WITH_ENTROPY=with_entropy,
             BLOCK=block,
@@ -142,6 +168,8 @@ def gradients_of_rows_(
     log_total: torch.Tensor,
     grad_logprobs: torch.Tensor,
     grad_entropies: torch.Tensor | None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> None:
     """Overwrite rows of logits with the gradient of a loss with respect to them.
 
@@ -154,6 +182,8 @@ def gradients_of_rows_(
         log_total: of the forward.
         grad_logprobs: float32 ``[rows]``, contiguous as all of these.
         grad_entropies: float32 ``[rows]``, or None.
+        scale: as in the forward.
+        cap: as in the forward.
     """
     num_rows, num_columns = logits.shape
     if not num_rows:
@@ -170,6 +200,9 @@ def gradients_of_rows_(
         grad_entropies if with_entropy else largest,
         logits.stride(0),
         float(temperature),
+        float(scale),
+        1.0 if cap is None else float(cap),
+        CAPPED=cap is not None,
         COLUMNS=num_columns,
         WITH_ENTROPY=with_entropy,
         BLOCK=block,

@@ -4,9 +4,9 @@ Under FSDP the head's weight is whole only inside the forward of the group that 
 computed there. transformers' models call their head as a module, and its forward can be exchanged for one
 call on the instance: names of parameters, hooks, tied weights and the model's class stay as they are.
 
-That is right only for models that return what their head returns. :func:`odcengine.models.prepare_model`
-finds out on a tiny input and marks the models that do; others (logits that are scaled or capped, heads that
-are no plain linear layer) keep returning logits.
+That is right only for models that return what their head returns, or that scale or cap it as one of their
+attributes says (``logit_change.py``). :func:`odcengine.models.prepare_model` finds out on a tiny input and
+marks the models that do; others (heads that are no plain linear layer) keep returning logits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from odcengine.data.batch import MicroBatch
 from odcengine.errors import UsageError
 from odcengine.losses.linear_logprobs import Entropy, TokenLogprobs, linear_logprobs
 from odcengine.losses.linear_loss import linear_cross_entropy_sum
+from odcengine.losses.logit_change import LogitChange, left_out
+from odcengine.losses.logit_transform import UNCHANGED, LogitTransform
 
 _MARK = "_odc_fuses_loss"
+_CHANGE = "_odc_logit_change"
 
 
 def mark_fused(model: nn.Module, fuses: bool) -> None:
@@ -34,6 +37,11 @@ def mark_fused(model: nn.Module, fuses: bool) -> None:
 def fuses_loss(model: nn.Module) -> bool:
     """Whether the model was marked as one whose head may compute the loss."""
     return bool(getattr(model, _MARK, False))
+
+
+def mark_change(model: nn.Module, change: LogitChange | None) -> None:
+    """Note on a model what it does to what its head returns; None for nothing."""
+    setattr(model, _CHANGE, change)
 
 
 def loss_head(model: nn.Module) -> nn.Linear | None:
@@ -72,9 +80,16 @@ def fused_loss_sum(model: nn.Module, head: nn.Linear, micro_batch: MicroBatch) -
         UsageError: the model changes what its head returns, or calls it more than once or not at all.
     """
 
+    transform = _transform_of(model)
+
     def loss_of(hidden: torch.Tensor) -> torch.Tensor:
         return linear_cross_entropy_sum(
-            hidden, head.weight, head.bias, micro_batch.labels, num_targets=micro_batch.num_targets
+            hidden,
+            head.weight,
+            head.bias,
+            micro_batch.labels,
+            transform=transform,
+            num_targets=micro_batch.num_targets,
         ).reshape(1, 1, 1)
 
     return _through_head(model, head, micro_batch, loss_of).reshape(())
@@ -96,12 +111,15 @@ def fused_logprobs(
         UsageError: as for :func:`fused_loss_sum`.
     """
 
+    transform = _transform_of(model)
+
     def logprobs_of(hidden: torch.Tensor) -> torch.Tensor:
         found = linear_logprobs(
             hidden,
             head.weight,
             head.bias,
             micro_batch.labels,
+            transform=transform,
             temperature=temperature,
             entropy=entropy,
             num_targets=micro_batch.num_targets,
@@ -115,6 +133,11 @@ def fused_logprobs(
     return TokenLogprobs(found[..., 0], entropies if entropy == "differentiable" else entropies.detach())
 
 
+def _transform_of(model: nn.Module) -> LogitTransform:
+    change: LogitChange | None = getattr(model, _CHANGE, None)
+    return UNCHANGED if change is None else change.transform
+
+
 def _through_head(
     model: nn.Module,
     head: nn.Linear,
@@ -122,11 +145,9 @@ def _through_head(
     compute: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """What ``compute`` makes of the hidden states within the head's forward; three dimensions, as logits."""
-    with _returning(head, compute) as returned:
+    with head_returning(head, compute) as returned, left_out(model, getattr(model, _CHANGE, None)):
         logits = logits_of(model(**micro_batch.model_inputs(), use_cache=False))
-    # The same memory, not the same tensor: DeepSpeed's hooks hand on an alias of what the head returns.
-    same = len(returned) == 1 and returned[0][0].data_ptr() == logits.data_ptr()
-    if not same or returned[0][1] != returned[0][0]._version or logits.shape != returned[0][0].shape:
+    if not is_what_was_returned(logits, returned):
         raise UsageError(
             f"{type(model).__name__} does not return what its head returns, so the head cannot compute the "
             "loss; if it was changed since odcengine.models.prepare_model, call that again"
@@ -134,12 +155,21 @@ def _through_head(
     return logits
 
 
+Returned = list[tuple[torch.Tensor, int]]
+"""What a head has returned, each with the version that it had then."""
+
+
+def is_what_was_returned(logits: torch.Tensor, returned: Returned) -> bool:
+    """Whether a model's logits are what its head has returned in its only call, as it was then."""
+    # The same memory, not the same tensor: DeepSpeed's hooks hand on an alias of what the head returns.
+    same = len(returned) == 1 and returned[0][0].data_ptr() == logits.data_ptr()
+    return same and returned[0][1] == returned[0][0]._version and logits.shape == returned[0][0].shape
+
+
 @contextmanager
-def _returning(
-    head: nn.Linear, compute: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[list[tuple[torch.Tensor, int]]]:
+def head_returning(head: nn.Linear, compute: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Returned]:
     """While it lasts, the head returns what ``compute`` does; yields what it has returned."""
-    returned: list[tuple[torch.Tensor, int]] = []
+    returned: Returned = []
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         computed = compute(hidden).clone()  # FSDP2 warns about views

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from odcengine.data.batch import IGNORE_INDEX
 from odcengine.errors import UsageError
 from odcengine.losses.linear_loss import add_product, chunk_tokens_for
+from odcengine.losses.logit_transform import UNCHANGED, LogitTransform
 from odcengine.losses.rows import RowLogprobs, row_gradients_, row_logprobs, wide_dtype
 
 Entropy = Literal["none", "detached", "differentiable"]
@@ -40,6 +41,7 @@ def linear_logprobs(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     *,
+    transform: LogitTransform = UNCHANGED,
     temperature: float = 1.0,
     entropy: Entropy = "none",
     num_targets: int | None = None,
@@ -57,6 +59,7 @@ def linear_logprobs(
         bias: ``[V]``, or None.
         labels: ``[...]``, int64, already shifted; :data:`~odcengine.data.IGNORE_INDEX` where nothing is
             wanted.
+        transform: what the model does to the logits, before the temperature.
         temperature: logits are divided by it; that of sampling, where samples are compared with their
         sampler.
         entropy: whether entropies are wanted: ``none``, ``detached`` (to be reported) or ``differentiable``.
@@ -83,6 +86,7 @@ def linear_logprobs(
         chunk_tokens or chunk_tokens_for(weight),
         temperature,
         entropy,
+        transform,
     )
     return TokenLogprobs(
         logprobs.view(labels.shape), None if entropies is None else entropies.view(labels.shape)
@@ -109,6 +113,7 @@ class _LinearLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         temperature: float,
         entropy: Entropy,
+        transform: LogitTransform,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # Targets first, without asking the device how many there are.
         order = torch.sort((labels == IGNORE_INDEX).byte(), stable=True).indices[:num_targets]
@@ -117,13 +122,13 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for piece, positions in _chunks(order, chunk_tokens):
                 logits = torch.nn.functional.linear(hidden.index_select(0, positions), weight, bias)
-                rows = row_logprobs(logits, labels[positions], temperature, with_entropy)
+                rows = row_logprobs(logits, labels[positions], temperature, with_entropy, transform)
                 for into, values in zip(found, rows, strict=True):
                     if values is not None:
                         into[piece] = values
                 del logits  # before the next are made
         ctx.set_materialize_grads(False)
-        ctx.chunk_tokens, ctx.temperature = chunk_tokens, temperature
+        ctx.chunk_tokens, ctx.temperature, ctx.transform = chunk_tokens, temperature, transform
         ctx.save_for_backward(hidden, weight, bias, labels, order, found)
         zeros = found.new_zeros(2, len(labels))
         logprobs = zeros[0].index_copy(0, order, found[0])
@@ -157,6 +162,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     RowLogprobs(*found[:, piece]),
                     grad_logprobs[positions],
                     None if grad_entropies is None else grad_entropies[positions],
+                    ctx.transform,
                 )
                 if grad_bias is not None:
                     grad_bias += buffer.sum(dim=0, dtype=found.dtype)
@@ -168,7 +174,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if for_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _chunks(order: torch.Tensor, chunk_tokens: int) -> Iterator[tuple[slice, torch.Tensor]]:

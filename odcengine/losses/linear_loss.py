@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from odcengine.data.batch import IGNORE_INDEX
 from odcengine.errors import UsageError
+from odcengine.losses.logit_transform import UNCHANGED, LogitTransform
 from odcengine.losses.softmax import softmax_loss_
 
 # Logits alive at a time on a CPU: 64 MiB in float32, but no fewer than these tokens, below which a large
@@ -37,6 +38,7 @@ def linear_cross_entropy_sum(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     *,
+    transform: LogitTransform = UNCHANGED,
     num_targets: int | None = None,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
@@ -52,6 +54,7 @@ def linear_cross_entropy_sum(
         bias: ``[V]``, or None.
         labels: ``[...]``, int64, already shifted; :data:`~odcengine.data.IGNORE_INDEX` where nothing is to
             be learned.
+        transform: what the model does to the logits, in the softmax's precision.
         num_targets: labels that are targets, if known: the host need not wait for the device to tell then.
         chunk_tokens: targets computed at a time; chosen by the size of the vocabulary if None.
 
@@ -78,6 +81,7 @@ def linear_cross_entropy_sum(
         num_targets,
         chunk_tokens,
         torch.is_grad_enabled(),
+        transform,
     )
     return loss
 
@@ -93,6 +97,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         num_targets: int,
         chunk_tokens: int,
         with_gradients: bool,
+        transform: LogitTransform,
     ) -> torch.Tensor:
         for_hidden, for_weight, for_bias = (with_gradients and need for need in ctx.needs_input_grad[:3])
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -107,7 +112,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             inputs = hidden.index_select(0, positions)
             # One buffer of the size of the chunk's logits: it becomes their gradient.
             buffer = torch.nn.functional.linear(inputs, weight, bias)
-            total += softmax_loss_(buffer, labels[positions], for_hidden or for_weight or for_bias)
+            total += softmax_loss_(buffer, labels[positions], for_hidden or for_weight or for_bias, transform)
             if grad_bias is not None:
                 grad_bias += buffer.sum(dim=0, dtype=dtype)
             if grad_hidden is not None:
@@ -134,7 +139,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         ctx.ended = True
         # In place: the buffers are as large as the weight.
         scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def chunk_tokens_for(weight: torch.Tensor) -> int:

@@ -3,8 +3,9 @@
 On a GPU one kernel does each (``_logprob_kernel.py``) where Triton works, elsewhere torch's operations, a few
 rows at a time.
 
-Logits ``z`` of a row, divided by the temperature, are shifted by the largest of them before anything else:
-next to a large number the digits of a small log-probability would be lost.
+Logits ``z`` of a row, changed as the model does (``logit_transform.py``) and divided by the temperature, are
+shifted by the largest of them before anything else: next to a large number the digits of a small
+log-probability would be lost.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from odcengine.losses.logit_transform import UNCHANGED, LogitTransform
 from odcengine.losses.softmax import wide_rows
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,11 @@ class RowLogprobs(NamedTuple):
 
 
 def row_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    transform: LogitTransform = UNCHANGED,
 ) -> RowLogprobs:
     """Log-probabilities of the targets of rows of logits.
 
@@ -49,18 +55,21 @@ def row_logprobs(
         targets: int64 ``[rows]``, all in the vocabulary.
         temperature: the logits are divided by it.
         with_entropy: whether entropies are wanted.
+        transform: done to the logits first.
     """
     if _uses_kernels(logits):
         values_of, _ = _kernels(logits.device)
         with _on(logits.device):
-            values = values_of(logits, targets, temperature, with_entropy)
+            values = values_of(logits, targets, temperature, with_entropy, transform.scale, transform.cap)
         return RowLogprobs(values[0], values[1] if with_entropy else None, values[2], values[3])
     dtype = wide_dtype(logits)
     found = torch.empty(4, len(logits), dtype=dtype, device=logits.device)
     start = 0
     step = wide_rows(logits)
     for rows_, targets_ in zip(torch.split(logits, step), torch.split(targets[:, None], step), strict=True):
-        rows = rows_.to(dtype, copy=True).div_(temperature)
+        rows = rows_.to(dtype, copy=True)
+        transform.apply_(rows, False)
+        rows /= temperature
         piece = found[:, start : start + len(rows)]
         largest = rows.amax(dim=-1, keepdim=True)
         rows -= largest
@@ -85,11 +94,12 @@ def row_gradients_(
     known: RowLogprobs,
     grad_logprobs: torch.Tensor,
     grad_entropies: torch.Tensor | None,
+    transform: LogitTransform = UNCHANGED,
 ) -> None:
     """Overwrite rows of logits with the gradient of a loss with respect to them.
 
     With ``d log p_t / d z_v = ([v = t] - p_v) / temperature`` and, for the entropy ``H``,
-    ``d H / d z_v = -p_v (log p_v + H) / temperature``.
+    ``d H / d z_v = -p_v (log p_v + H) / temperature``, times the transform's slope.
 
     Args:
         logits: ``[rows, V]``; overwritten.
@@ -98,6 +108,7 @@ def row_gradients_(
         known: of the same logits, with entropies if these have a gradient.
         grad_logprobs: ``[rows]``, the loss's gradient with respect to the log-probabilities.
         grad_entropies: ``[rows]``, the same for entropies, or None.
+        transform: as in the forward.
     """
     if _uses_kernels(logits):
         _, gradients_of_ = _kernels(logits.device)
@@ -106,7 +117,17 @@ def row_gradients_(
             None if grad is None else grad.float().contiguous() for grad in (grad_logprobs, grad_entropies)
         ]
         with _on(logits.device):
-            gradients_of_(logits, targets, temperature, entropies, largest, log_total, *slopes)
+            gradients_of_(
+                logits,
+                targets,
+                temperature,
+                entropies,
+                largest,
+                log_total,
+                *slopes,
+                transform.scale,
+                transform.cap,
+            )
         return
     dtype = wide_dtype(logits)
     start, step = 0, wide_rows(logits)
@@ -115,7 +136,9 @@ def row_gradients_(
         start += len(rows_)
         grad = grad_logprobs[piece, None].to(dtype)
         # In place where they are as wide already.
-        rows = rows_.div_(temperature) if rows_.dtype == dtype else rows_.to(dtype).div_(temperature)
+        rows = rows_.to(dtype)
+        kept = transform.apply_(rows, True)
+        rows /= temperature
         rows -= known.largest[piece, None]
         rows -= known.log_total[piece, None]
         if grad_entropies is not None and known.entropies is not None:
@@ -126,6 +149,7 @@ def row_gradients_(
             rows.exp_().mul_(-grad)
         rows.scatter_add_(1, targets_, grad)
         rows /= temperature
+        transform.chain_(rows, kept)
         if rows is not rows_:
             rows_.copy_(rows)
 

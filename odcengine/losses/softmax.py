@@ -12,23 +12,32 @@ from collections.abc import Callable
 
 import torch
 
+from odcengine.losses.logit_transform import UNCHANGED, LogitTransform
+
 logger = logging.getLogger(__name__)
 
 # Logits widened at a time: 64 MiB in float32 on a CPU, 256 MiB on a GPU, which launches each operation.
 _WIDE_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+Kernel = Callable[[torch.Tensor, torch.Tensor, bool, float, float | None], torch.Tensor]
 
 
-def softmax_loss_(logits: torch.Tensor, targets: torch.Tensor, with_gradient: bool) -> torch.Tensor:
+def softmax_loss_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    with_gradient: bool,
+    transform: LogitTransform = UNCHANGED,
+) -> torch.Tensor:
     """The summed cross entropy of rows of logits; the logits become its gradient.
 
     Args:
         logits: ``[rows, V]``, contiguous; the softmax is taken in float32 (float64 for float64). Changed in
-            any case: to ``softmax - one_hot(target)`` if ``with_gradient``.
+            any case: if ``with_gradient`` to the loss's gradient, ``softmax - one_hot(target)`` times the
+            transform's slope.
         targets: ``[rows]``, int64, all in the vocabulary. (On a GPU the loss is NaN where one is not, or the
             device reports an error.)
         with_gradient: whether the gradient is wanted.
+        transform: done to the logits first.
 
     Returns:
         Scalar, float32 (float64 for float64 logits).
@@ -37,12 +46,13 @@ def softmax_loss_(logits: torch.Tensor, targets: torch.Tensor, with_gradient: bo
         kernel = _kernel(logits.device)
         if kernel is not None:
             with torch.cuda.device(logits.device):
-                return kernel(logits, targets, with_gradient).sum()
+                return kernel(logits, targets, with_gradient, transform.scale, transform.cap).sum()
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=logits.device)
     step = wide_rows(logits)
     for rows_, targets_ in zip(torch.split(logits, step), torch.split(targets[:, None], step), strict=True):
         rows = rows_.to(dtype)
+        kept = transform.apply_(rows, with_gradient)
         rows -= rows.amax(dim=-1, keepdim=True)
         total -= rows.gather(1, targets_).sum()
         sums = rows.exp_().sum(dim=-1, keepdim=True)
@@ -50,6 +60,7 @@ def softmax_loss_(logits: torch.Tensor, targets: torch.Tensor, with_gradient: bo
         if with_gradient:
             rows /= sums
             rows.scatter_add_(1, targets_, torch.full_like(sums, -1.0))
+            transform.chain_(rows, kept)
             if rows is not rows_:
                 rows_.copy_(rows)
     return total

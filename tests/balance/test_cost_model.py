@@ -58,6 +58,13 @@ def test_experts_count_when_active() -> None:
     assert CostModel.from_config(config) == CostModel.from_config(dense)
 
 
+def test_layers_of_different_widths() -> None:
+    """Gemma 3n lists the width of each layer."""
+    config = SimpleNamespace(**{**QWEN_7B, "intermediate_size": [10, 30]})
+    mean = SimpleNamespace(**{**QWEN_7B, "intermediate_size": 20})
+    assert CostModel.from_config(config) == CostModel.from_config(mean)
+
+
 def test_missing_shape_is_named() -> None:
     with pytest.raises(ValueError, match="SimpleNamespace has no hidden_size, vocab_size"):
         CostModel.from_config(SimpleNamespace(num_hidden_layers=1, num_attention_heads=1))

@@ -41,15 +41,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
 }
+CHANGING: dict[str, dict[str, Any]] = {
+    "gemma2": {"model_type": "gemma2", "head_dim": 4, "tie_word_embeddings": True},
+    "granite": {"model_type": "granite", "logits_scaling": 8.0},
+}
 # fp32 inside: RMSNorm of llama and qwen2; gpt2 and phi have none.
-ERRORS = {"gpt2": 1e-10, "phi": 1e-10, "llama": 5e-6, "qwen2": 5e-6}
+ERRORS = {"gpt2": 1e-10, "phi": 1e-10, "llama": 5e-6, "qwen2": 5e-6, "gemma2": 5e-6, "granite": 5e-6}
 SAMPLES = [[5, 9, 13, 2, 40], [7], [8, 8, 41, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 PROMPTS = [2, 0, 0, 5]  # tokens at the start that are not learned
 
 
 def build(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    values = {**FAMILIES.get(family, {"model_type": family}), **changes}
+    values = {**{**FAMILIES, **CHANGING}.get(family, {"model_type": family}), **changes}
     if values["model_type"] == "gpt2":
         values = {"vocab_size": 48, "bos_token_id": 1, "eos_token_id": 2, **values}
     else:
@@ -246,19 +250,6 @@ def test_adapter_around_the_head(caplog: pytest.LogCaptureFixture) -> None:
     assert "its output embedding is not a plain linear layer" in caplog.text
 
 
-@pytest.mark.parametrize(("family", "changes"), [("cohere", {}), ("granite", {"logits_scaling": 8.0})])
-def test_models_that_change_their_logits(
-    family: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        model = prepare_model(build(family, **changes))
-    assert not fuses_loss(model)
-    assert "the loss needs the logits of whole micro-batches in memory" in caplog.text
-    loss = causal_lm_loss_sum(model, make_batch())
-    torch.testing.assert_close(loss, unfused_loss(model, make_batch()))
-    causal_lm_loss_sum(model, make_batch())
-
-
 def capped(forward: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
@@ -271,16 +262,25 @@ def capped(forward: Callable[..., Any], change: Callable[[torch.Tensor], torch.T
 @pytest.mark.parametrize(
     "change",
     [
-        lambda logits: 30 * torch.tanh(logits / 30),
+        lambda logits: 30 * torch.tanh(logits / 30),  # no attribute says so
         lambda logits: logits.clamp(-1e6, 1e6),  # changes no value of the tiny input
         lambda logits: logits.mul_(1.0),
     ],
 )
-def test_what_is_done_to_logits_is_found(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    model = build("llama")
+@pytest.mark.parametrize("family", ["llama", "granite"])
+def test_what_is_done_to_logits_is_found(
+    change: Callable[[torch.Tensor], torch.Tensor], family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the model scales its logits as well: all logits are used, and the log says why."""
+    model = build(family, **({"logits_scaling": 8.0} if family == "granite" else {}))
     model.forward = capped(model.forward, change)
-    prepare_model(model)
+    with caplog.at_level(logging.INFO):
+        prepare_model(model)
     assert not fuses_loss(model)
+    assert "whole micro-batches in memory, because the model does not return what its output" in caplog.text
+    torch.testing.assert_close(
+        causal_lm_loss_sum(model, make_batch()), unfused_loss(model, make_batch()), rtol=1e-12, atol=0
+    )
 
 
 def test_model_changed_after_the_proof() -> None:
@@ -355,6 +355,8 @@ CASES: list[tuple[str, bool, dict[str, Any]]] = [
     ("llama", False, {"wrap": ["LlamaDecoderLayer", "Linear"]}),  # the head is a group of its own
     ("qwen2", False, {"transport": "collective"}),
     ("qwen2", True, {}),
+    ("gemma2", False, {}),  # its head computes the loss of capped logits
+    ("granite", False, {"wrap": ["GraniteDecoderLayer", "Linear"]}),  # of scaled ones
 ]
 
 

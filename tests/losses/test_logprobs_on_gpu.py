@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from odcengine.data import IGNORE_INDEX, pack_samples
-from odcengine.losses import GrpoLoss, linear_logprobs, rows
+from odcengine.losses import GrpoLoss, LogitTransform, linear_logprobs, rows
 
 DEVICE = "cuda"
 pytestmark = [
@@ -26,10 +26,11 @@ def test_the_kernels_work_here() -> None:
 @pytest.mark.parametrize("way", ["kernel", "torch"])
 @pytest.mark.parametrize("vocab", [1, 1000, 16385, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, 30.0)])
 def test_values_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, way: str, vocab: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, way: str, vocab: int, dtype: torch.dtype, transform: LogitTransform
 ) -> None:
-    """Against torch in float64, logits of a confident model."""
+    """Against torch in float64, logits of a confident model, also scaled and capped."""
     if way == "torch":
         monkeypatch.setattr(rows, "_kernels", lambda device: ())
     torch.manual_seed(0)
@@ -38,18 +39,21 @@ def test_values_and_gradients(
     targets = torch.randint(vocab, (70,), device=DEVICE)
     logits[2, targets[2]] = 40.0  # next to certain
     wide = logits.double().requires_grad_()
-    logps = torch.log_softmax(wide / temperature, dim=-1)
+    changed = transform.scale * wide
+    if transform.cap is not None:
+        changed = transform.cap * torch.tanh(changed / transform.cap)
+    logps = torch.log_softmax(changed / temperature, dim=-1)
     chosen = logps.gather(1, targets[:, None])[:, 0]
     entropies = -(logps.exp() * logps).sum(dim=-1)
     slopes, more = torch.linspace(-1, 2, 70, device=DEVICE), torch.linspace(1, -1, 70, device=DEVICE)
     (gradient,) = torch.autograd.grad((slopes * chosen + more * entropies).sum(), wide)
-    found = rows.row_logprobs(logits, targets, temperature, True)
+    found = rows.row_logprobs(logits, targets, temperature, True, transform)
     assert found.entropies is not None
-    torch.testing.assert_close(found.logprobs, chosen.detach().float(), rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(found.entropies, entropies.detach().float(), rtol=1e-5, atol=2e-5)
-    rows.row_gradients_(logits, targets, temperature, found, slopes, more)
+    torch.testing.assert_close(found.logprobs, chosen.detach().float(), rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(found.entropies, entropies.detach().float(), rtol=1e-5, atol=5e-5)
+    rows.row_gradients_(logits, targets, temperature, found, slopes, more, transform)
     error = (logits.double() - gradient).abs()
-    assert float((error - torch.finfo(dtype).eps * gradient.abs()).max()) <= 2e-5
+    assert float((error - torch.finfo(dtype).eps * gradient.abs()).max()) <= 5e-5
 
 
 def test_the_host_does_not_wait() -> None:

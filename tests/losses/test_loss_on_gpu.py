@@ -10,7 +10,7 @@ from distributed import run_ranks, values
 from torch import nn
 
 from odcengine.data import IGNORE_INDEX
-from odcengine.losses import linear_cross_entropy_sum, softmax, token_cross_entropy_sum
+from odcengine.losses import LogitTransform, linear_cross_entropy_sum, softmax, token_cross_entropy_sum
 
 DEVICE = "cuda"
 pytestmark = [
@@ -55,6 +55,26 @@ def test_softmax_of_logits(vocab: int, dtype: torch.dtype) -> None:
     assert not torch.equal(logits, before) or vocab == 1
     error = (logits.double() - gradient).abs()
     assert float((error - torch.finfo(dtype).eps * gradient.abs()).max()) <= 1e-6
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("transform", [LogitTransform(cap=30.0), LogitTransform(0.125), LogitTransform(2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_and_cap(transform: LogitTransform, dtype: torch.dtype) -> None:
+    """Logits of Gemma 2's vocabulary, scaled and capped before the softmax, against torch in float64."""
+    torch.manual_seed(0)
+    logits = (20 * torch.randn(20, 256_000, device=DEVICE)).to(dtype)
+    targets = torch.randint(256_000, (20,), device=DEVICE)
+    wide = logits.double().requires_grad_()
+    changed = transform.scale * wide
+    if transform.cap is not None:
+        changed = transform.cap * torch.tanh(changed / transform.cap)
+    right = nn.functional.cross_entropy(changed, targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(right, wide)
+    loss = softmax.softmax_loss_(logits, targets, True, transform)
+    assert float(loss) == pytest.approx(float(right.detach()), rel=1e-5)
+    error = (logits.double() - gradient).abs()
+    assert float((error - torch.finfo(dtype).eps * gradient.abs()).max()) <= 5e-5
 
 
 def test_labels_outside_the_vocabulary_do_not_go_unnoticed() -> None:

@@ -16,23 +16,29 @@ import torch
 from odcengine.losses._softmax_kernel import softmax_minus_target_
 
 torch.manual_seed(0)
+PLAIN = (1.0, None)
+CHANGED = [(torch.float32, (1.0, 30.0)), (torch.bfloat16, (-0.5, 3.0)), (torch.float32, (0.125, None))]
 for vocab in (1, 5, 1000, 16384, 33000):  # less than a block, one, and several
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, (scale, cap) in (
+        (torch.float32, PLAIN), (torch.bfloat16, PLAIN), *(CHANGED if vocab in (5, 33000) else ())
+    ):
         wide = torch.randn(6, vocab + 3).to(dtype)
         logits = wide[:, :vocab]  # rows further apart than they are long
         targets = torch.tensor([0, vocab - 1, vocab // 2, 0, 0, 0])
         logits[2, targets[2]] = 40.0  # next to certain
         logits[3, 1 : vocab // 2 + 1] = -torch.inf
         right = logits.double().requires_grad_()
-        losses = torch.nn.functional.cross_entropy(right, targets, reduction="none")
+        changed = scale * right if cap is None else cap * torch.tanh(scale * right / cap)
+        losses = torch.nn.functional.cross_entropy(changed, targets, reduction="none")
         losses.sum().backward()
         before = wide.clone()
-        found = softmax_minus_target_(logits, targets, False)
+        found = softmax_minus_target_(logits, targets, False, scale, cap)
         assert torch.equal(wide, before)
-        torch.testing.assert_close(found, losses.detach().float(), rtol=1e-6, atol=1e-6)
-        assert torch.equal(softmax_minus_target_(logits, targets, True), found)
+        precision = 1e-6 if cap is None else 1e-5
+        torch.testing.assert_close(found, losses.detach().float(), rtol=1e-6, atol=precision)
+        assert torch.equal(softmax_minus_target_(logits, targets, True, scale, cap), found)
         error = (logits.double() - right.grad).abs() - torch.finfo(dtype).eps * right.grad.abs()
-        assert error.max() <= 1e-6, (vocab, dtype)
+        assert error.max() <= precision, (vocab, dtype, scale, cap)
         assert torch.equal(wide[:, vocab:], before[:, vocab:])
 
 logits = torch.zeros(4, 50)

@@ -49,6 +49,17 @@ _ROUTED = {
     "first_k_dense_replace": 1,
 }
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+_GEMMA3N = {
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 4,
+    "laurel_rank": 2,
+    "altup_num_inputs": 2,
+    "intermediate_size": 384,  # as in the real ones, all else is small beside it
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -101,6 +112,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma": Family({"model_type": "gemma", **_HEAD}, tied=True),
     "Gemma 2": Family({"model_type": "gemma2", **_HEAD, **_MIXED}, tied=True),
     "Gemma 3 (text)": Family({"model_type": "gemma3_text", **_HEAD, **_MIXED}, tied=True),
+    "Gemma 3n (text)": Family({"model_type": "gemma3n_text", **_HEAD, **_MIXED, **_GEMMA3N}, tied=True),
     "Phi-1, Phi-2": Family({"model_type": "phi", **_OWN_HEADS}),
     "Phi-3, Phi-4": Family({"model_type": "phi3", "sliding_window": 4}),
     "GPT-2": Family({"model_type": "gpt2"}, tied=True, shape=_GPT2),
@@ -115,7 +127,9 @@ FAMILIES: dict[str, Family] = {
     "StarCoder2": Family({"model_type": "starcoder2", "sliding_window": 4}, tied=True),
     "SmolLM3": Family({"model_type": "smollm3"}, tied=True),
     "Granite": Family({"model_type": "granite", "logits_scaling": 8.0}, tied=True),
+    "Granite MoE": Family({"model_type": "granitemoe", **_LOCAL_EXPERTS, "logits_scaling": 6.0}, tied=True),
     "Cohere": Family({"model_type": "cohere", "logit_scale": 0.25}, tied=True),
+    "Cohere 2": Family({"model_type": "cohere2", **_HEAD, **_MIXED, "logit_scale": 0.25}, tied=True),
     "GLM-4": Family({"model_type": "glm4", **_HEAD}),
     "GLM-4 MoE": Family({"model_type": "glm4_moe", **_HEAD, **_ROUTED}),
     "DeepSeek-V3": Family({"model_type": "deepseek_v3", **_LATENT, **_ROUTED}),

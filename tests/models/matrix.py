@@ -195,7 +195,7 @@ def cost_ratio(model: Any) -> float:
     count, embeddings = 0.0, model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     for name, parameter in model.named_parameters():
-        if "vision" in name or "multi_modal" in name or "wpe" in name or "positions" in name:
+        if any(part in name for part in ("vision", "multi_modal", "wpe", "positions", "per_layer.weight")):
             continue
         if parameter.dim() < 2 or (parameter is embeddings and parameter is not head):
             continue
