@@ -88,8 +88,8 @@ def _change_of(model: nn.Module, head: nn.Linear, batch: MicroBatch) -> tuple[bo
     Known numbers in the place of logits show it, whatever the weights and their precision are.
     """
     dtype = torch.float64 if head.weight.dtype == torch.float64 else torch.float32
-    ramp = torch.linspace(-1.0, 1.0, 65, dtype=dtype, device=batch.input_ids.device)
-    numbers = torch.cat([ramp, 50 * ramp]).expand(*batch.input_ids.shape, -1)
+    ramp = torch.linspace(-50.0, 50.0, len(head.weight), dtype=dtype, device=batch.input_ids.device)
+    numbers = ramp.expand(*batch.input_ids.shape, -1)
     with head_returning(head, lambda hidden: numbers) as returned:
         logits = logits_of(model(**batch.model_inputs(), use_cache=False))
     if is_what_was_returned(logits, returned):

@@ -265,6 +265,7 @@ def capped(forward: Callable[..., Any], change: Callable[[torch.Tensor], torch.T
         lambda logits: 30 * torch.tanh(logits / 30),  # no attribute says so
         lambda logits: logits.clamp(-1e6, 1e6),  # changes no value of the tiny input
         lambda logits: logits.mul_(1.0),
+        lambda logits: logits + torch.linspace(-1, 1, 48),  # a bias of its own
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "granite"])
