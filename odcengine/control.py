@@ -215,6 +215,15 @@ class ControlBlock:
             self._other_nodes.tell_failure(message, culprit, secondary=secondary)
         self._write_error_record(error, secondary)
 
+    def record_end(self, error: BaseException) -> None:
+        """Write the launcher's error record and nothing else: a signal handler may call it.
+
+        Args:
+            error: why this process ends now.
+        """
+        if not self.closed and self.is_owner and not self._mine[Word.ABORT]:
+            self._write_error_record(error, secondary=False)
+
     @property
     def is_owner(self) -> bool:
         """False in a process that the rank has forked: it shares the memory, but must not speak for it."""

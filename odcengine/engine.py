@@ -113,7 +113,9 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._checkpoints = Checkpoints(Trained(model, optimizer, scheduler, loader), job, config)
         saves = config.checkpoint.dir is not None
         self._stop = StopRequests(
-            config.preemption.signals if saves else (), config.preemption.max_time if saves else None
+            config.preemption.signals if saves else (),
+            config.preemption.max_time if saves else None,
+            self._control.record_end,
         )
         if self._stop.foreign and job.topology.rank == 0:
             logger.warning(

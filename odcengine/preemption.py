@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -67,6 +67,10 @@ class Preempted(SystemExit):
         return f"stopped after {self.step} steps: {self.reason}"
 
 
+class SecondSignal(Exception):
+    """Why a rank ended by a signal although it was about to save; odc-launch reads it in the error record."""
+
+
 class StopRequests:
     """What this rank has been asked.
 
@@ -74,13 +78,20 @@ class StopRequests:
         signals: names without SIG; each is taken unless the script has a handler of its own for it, which
             stays. A second one has its usual effect, at once.
         max_time_s: seconds after which it is time to stop, see :func:`time_left_s`; None: no limit.
+        record_end: is told why a second signal ends this process; None: nobody is.
     """
 
-    def __init__(self, signals: Sequence[str], max_time_s: float | None) -> None:
+    def __init__(
+        self,
+        signals: Sequence[str],
+        max_time_s: float | None,
+        record_end: Callable[[BaseException], None] | None = None,
+    ) -> None:
         self.foreign: list[str] = []
         left_s = time_left_s(max_time_s)
         self._ends_at = None if left_s is None else time.monotonic() + left_s
         self._max_time_s = max_time_s
+        self._record_end = record_end
         self._asked_by: str | None = None
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is not threading.main_thread():
@@ -106,6 +117,8 @@ class StopRequests:
                 "a second one ends it at once\n".encode(),
             )
             return
+        if self._record_end is not None:  # else odc-launch would take it for one that came too early
+            self._record_end(SecondSignal(f"{name} after {self._asked_by}: ended at once, without saving"))
         self.close()
         os.kill(os.getpid(), number)
 

@@ -18,6 +18,7 @@ from odcengine._version import __version__
 from odcengine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from odc_launcher.early import EarlySignals
     from odc_launcher.failure import Outcome
     from odc_launcher.job import JobPlan, Wish
     from odc_launcher.plan import Machine, Request
@@ -57,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from odc_launcher.doctor import command
 
         return command.main(words[1:])
+    from odc_launcher.early import EarlySignals
+
     options, target = _parse(words)
     try:
-        return _launch(options, target)
+        with EarlySignals() as early:
+            return _launch(options, target, early)
     except ConfigError as error:
         for problem in error.problems:
             print(f"odc-launch: error: {problem}", file=sys.stderr)
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _launch(options: argparse.Namespace, target: list[str]) -> int:
+def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals) -> int:
     # Imported here, so that --help answers at once.
     from odc_launcher import job, step
     from odc_launcher import plan as planning
@@ -102,6 +106,7 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
 
     saves = config is not None and config.checkpoint.dir is not None
     preemption = config.preemption if config is not None and saves else None
+    asking = preemption.signals if preemption is not None else ()
     request = planning.Request(
         target=name,
         is_module=is_module,
@@ -116,8 +121,9 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         term_grace_s=preemption.grace_s if preemption is not None and options.grace_s is None else 0.0,
         signals=(
             *choose(None, "signals", planning.DEFAULT_SIGNALS),
-            *(preemption.signals if preemption is not None else ()),
+            *asking,
         ),
+        preemption=asking,
         env=assignments(choose(None, "env", ())),
         env_expand=assignments(choose(None, "env_expand", ())),
         interface=choose(None, "interface", None),
@@ -125,6 +131,8 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
         affinity=choose(None, "affinity", "auto"),
         **communication(config),
     )
+    starts = options.plan is None and not options.dry_run
+    early.keep(request.preemption_signals if starts else ())
     wish = job.Wish(
         launcher=choose(options.launcher, "launcher", "auto"),
         adopt=options.adopt,
@@ -141,12 +149,18 @@ def _launch(options: argparse.Namespace, target: list[str]) -> int:
     has_srun, has_sbatch = (step.find_program(name) is not None for name in ("srun", "sbatch"))
     mode = job.choose_mode(wish, os.environ, has_srun=has_srun, has_sbatch=has_sbatch)
     if mode in ("local", "adopt"):
-        return _start_here(request, wish, options, config, adopt=mode == "adopt")
-    return _start_elsewhere(request, wish, options, config, mode)
+        return _start_here(request, wish, options, config, early, adopt=mode == "adopt")
+    return _start_elsewhere(request, wish, options, config, early, mode)
 
 
 def _start_here(
-    request: Request, wish: Wish, options: argparse.Namespace, config: Config | None, *, adopt: bool
+    request: Request,
+    wish: Wish,
+    options: argparse.Namespace,
+    config: Config | None,
+    early: EarlySignals,
+    *,
+    adopt: bool,
 ) -> int:
     """Starts all ranks of the job, or those of this task of srun or mpirun."""
     from odc_launcher import job, local, memory, printing, restart, step
@@ -196,11 +210,12 @@ def _start_here(
         print(f"odc-launch: {plan.summary}", file=sys.stderr, flush=True)
     if place is not None:
         for number in (signal.SIGUSR1, signal.SIGUSR2):  # until the ranks run, they would kill the launcher
-            signal.signal(number, signal.SIG_IGN)
+            if number not in request.preemption_signals:
+                signal.signal(number, signal.SIG_IGN)
         if first and place.reported_above:
             step.announce(plan.log_dir, os.environ)
     if place is not None:
-        code = local.run(plan).code
+        code = local.run(plan, early).code
         if first and not place.reported_above:
             step.requeue(os.environ, code, wish.max_requeues)
         return code
@@ -209,14 +224,17 @@ def _start_here(
 
     def start(done: int) -> Outcome:
         if not done:
-            return local.run(plan)
+            return local.run(plan, early)
         port = _machine(os.environ)
         if port.port_problem is not None:
             raise ConfigError(port.port_problem)
         again = dataclasses.replace(machine, master_port=port.master_port)
-        return local.run(planning.make_plan(_again(request, plan.log_dir, done, begun), os.environ, again))
+        wanted = _again(request, plan.log_dir, done, begun)
+        return local.run(planning.make_plan(wanted, os.environ, again), early)
 
-    return restart.run(start, wish.max_restarts)
+    code = restart.run(start, wish.max_restarts)
+    step.requeue(os.environ, code, wish.max_requeues)
+    return code
 
 
 def _again(request: Request, log_dir: str, done: int, begun: float) -> Request:
@@ -229,7 +247,12 @@ def _again(request: Request, log_dir: str, done: int, begun: float) -> Request:
 
 
 def _start_elsewhere(
-    request: Request, wish: Wish, options: argparse.Namespace, config: Config | None, mode: str
+    request: Request,
+    wish: Wish,
+    options: argparse.Namespace,
+    config: Config | None,
+    early: EarlySignals,
+    mode: str,
 ) -> int:
     """Has srun, mpirun or sbatch start the ranks."""
     from odc_launcher import job, memory, mpi, printing, restart, step
@@ -269,7 +292,7 @@ def _start_elsewhere(
 
     def start(done: int) -> Outcome:
         if not done:
-            return step.run(plan)
+            return step.run(plan, early=early)
         environ, ask = dict(os.environ), wish
         if mode == "slurm":
             ask = dataclasses.replace(wish, srun_args=restart.srun_args(wish.srun_args, os.environ))
@@ -282,7 +305,8 @@ def _start_elsewhere(
         assert plan.log_dir is not None  # only a submission has none
         other = job_port(f"{seed} restart {done}") if "MASTER_PORT" not in os.environ else port
         again = dataclasses.replace(machine, master_port=other)
-        return step.run(make_plan(_again(request, plan.log_dir, done, begun), ask, environ, again), environ)
+        wanted = make_plan(_again(request, plan.log_dir, done, begun), ask, environ, again)
+        return step.run(wanted, environ, early)
 
     code = restart.run(start, wish.max_restarts)
     step.requeue(os.environ, code, wish.max_requeues)

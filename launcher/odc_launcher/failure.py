@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from odcengine.preemption import REQUEUE_EXIT_CODE
@@ -46,6 +46,7 @@ class RankEnd:
         record: what it wrote about its failure, if anything.
         ended_by_launcher: the launcher had already told it to end by a signal of its own.
         stopped_by: the signal by which the scheduler had already told the ranks of its step to end.
+        asked_by: the signal of ``preemption`` that the launcher of the rank had been sent.
         log_start: bytes of the log that earlier launches wrote.
     """
 
@@ -57,6 +58,7 @@ class RankEnd:
     record: ErrorRecord | None = None
     ended_by_launcher: bool = False
     stopped_by: str | None = None
+    asked_by: str | None = None
     log_start: int = 0
 
 
@@ -68,11 +70,14 @@ class Outcome:
         code: exit code of the launch.
         first: the end of the rank that failed first; None where none failed, or none told.
         stopped: whether the launcher was told to stop.
+        asked_by: the signal of ``preemption`` that has come to the job, and no second one: what fails is not
+            started again then.
     """
 
     code: int
     first: RankEnd | None
     stopped: bool
+    asked_by: str | None = None
 
 
 def write_end(end: RankEnd, error_path: str) -> None:
@@ -157,6 +162,35 @@ def primary(ends: Sequence[RankEnd]) -> RankEnd | None:
     return min((end for end in ends if end.returncode != 0), key=order, default=None)
 
 
+def preempted(
+    ends: Sequence[RankEnd], world_size: int, signals: Collection[signal.Signals], sent: str | None = None
+) -> str | None:
+    """The signal to save and to go on later that ended a rank by its default action; None: another failure.
+
+    A rank that has no engine yet, or no longer, cannot act on the signal, and has nothing to save either.
+
+    Args:
+        ends: how ranks ended.
+        world_size: number of ranks of the job.
+        signals: those of ``preemption``.
+        sent: one of them that somebody has sent to the launch of the whole job.
+    """
+    first = primary(ends)
+    if first is None or first.record is not None or first.ended_by_launcher:
+        return None
+    if first.returncode >= 0 or -first.returncode not in signals:
+        return None
+    name = signal.Signals(-first.returncode).name
+    if name == "SIGTERM" and len(ends) < world_size and sent != name:
+        return None  # SLURM and MPI end a rank so, too, whose neighbour has failed without a word
+    return name
+
+
+def asked_by(ends: Sequence[RankEnd]) -> str | None:
+    """The signal of ``preemption`` that ranks had been sent; not TERM, which also follows a failure."""
+    return next((end.asked_by for end in ends if end.asked_by not in (None, "SIGTERM")), None)
+
+
 def exit_code(returncode: int) -> int:
     """A shell's exit code: 128 + N for signal N."""
     return returncode if returncode >= 0 else 128 - returncode
@@ -172,18 +206,26 @@ def describe(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
-def report(ends: Sequence[RankEnd], passed_on: signal.Signals | None = None) -> list[str]:
+def report(
+    ends: Sequence[RankEnd], passed_on: signal.Signals | None = None, preempted: str | None = None
+) -> list[str]:
     """Tells a launch's failure, line by line; nothing where every rank succeeded.
 
     Args:
         ends: the end of every rank.
         passed_on: the signal that the launcher was sent and passed on before the first failure.
+        preempted: what :func:`preempted` found.
     """
     first = primary(ends)
     if first is None:
         return []
     if all(end.returncode == REQUEUE_EXIT_CODE and end.record is None for end in ends):
         return [f"all ranks were asked to stop, and ended with {REQUEUE_EXIT_CODE} to go on in a new run"]
+    if preempted is not None:
+        return [
+            f"{preempted} ended the job while it had no engine that could save; the newest checkpoint stays "
+            f"as it is: ended with {REQUEUE_EXIT_CODE} to go on from there in a new run"
+        ]
     after = f" after {passed_on.name} was passed on" if passed_on else ""
     lines = [f"rank {first.rank} on {first.host} failed first{after}: {describe(first.returncode)}"]
     record = first.record

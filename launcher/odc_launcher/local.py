@@ -15,9 +15,11 @@ from pathlib import Path
 from types import FrameType
 
 from odc_launcher import failure
+from odc_launcher.early import EarlySignals
 from odc_launcher.output import LineSplitter, LogFile, Screen
 from odc_launcher.plan import LaunchPlan, RankPlan
 from odcengine.errors import ConfigError
+from odcengine.preemption import REQUEUE_EXIT_CODE
 
 TERM_GRACE_S = 5.0  # between the launcher's SIGTERM and its SIGKILL
 _LEFTOVER_PATIENCE_S = 1.0  # for processes that a rank left behind and that are just ending
@@ -31,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 _NEVER = float("inf")
 
 
-def run(plan: LaunchPlan) -> failure.Outcome:
+def run(plan: LaunchPlan, early: EarlySignals | None = None) -> failure.Outcome:
     """Runs a plan on this host until every rank has ended.
 
     Every rank is the leader of a session and process group of its own, is killed by the kernel when the
@@ -40,9 +42,13 @@ def run(plan: LaunchPlan) -> failure.Outcome:
     ``plan.signals`` are passed on to the ranks; a second INT or TERM kills at once. When the last rank
     has ended, what is left of the groups is ended too.
 
+    Args:
+        plan: the ranks.
+        early: what has come before; a signal of ``preemption`` among it ends the job before it starts.
+
     Returns:
-        With exit code 0, or that of the rank that failed first (128 + N for signal N), or 1 where the system
-        could not start a process.
+        With exit code 0, or that of the rank that failed first (128 + N for signal N), or 75 where a signal
+        of ``preemption`` ended ranks that could not act on it, or 1 where a process could not be started.
 
     Raises:
         ConfigError: the logs cannot be written; no process was started.
@@ -51,6 +57,9 @@ def run(plan: LaunchPlan) -> failure.Outcome:
     with caught_signals(plan.signals) as (caught, wakeup):
         launch = _Launch(plan, ranks, wakeup)
         try:
+            if early is not None and early.came is not None:
+                launch.leave_out(early.came)
+                return launch.conclude()
             if not launch.start(caught):
                 return failure.Outcome(1, None, stopped=True)
             launch.watch()
@@ -113,6 +122,8 @@ class _Launch:
         self._leftovers_told = False
         self._stop_signal: signal.Signals | None = None
         self._passed_on: signal.Signals | None = None  # before the first failure
+        self._asked_by: list[signal.Signals] = []  # those of preemption
+        self._hurried = False  # a second signal wants the end at once
 
     # Starting
 
@@ -125,7 +136,20 @@ class _Launch:
             except (OSError, subprocess.SubprocessError) as error:
                 self._note(f"rank {rank.plan.rank} cannot be started: {error}")
                 return False
+        if self._signals_reach_ranks:
+            # SLURM has signalled those that there were: a rank that was not yet would never know.
+            for number in self._read_signals():
+                self._pass_on(number)
+                for rank in self._ranks if number in self._plan.preemption else ():
+                    rank.signal(number, group=False)
         return True
+
+    def leave_out(self, number: signal.Signals) -> None:
+        """Starts no rank, since a signal of ``preemption`` has come before."""
+        self._note(f"{number.name} came before the ranks were started")
+        self._asked_by.append(number)
+        for rank in self._ranks:
+            self._end(rank, -number)
 
     def _start(self, rank: _Rank, environ: dict[str, str], caught: frozenset[signal.Signals]) -> None:
         rank.pipe, write_end = os.pipe2(os.O_CLOEXEC)
@@ -188,14 +212,20 @@ class _Launch:
         for pipe in ready & readers.keys():
             self._read(readers[pipe])
         if self._wakeup in ready:
-            for number in os.read(self._wakeup, 4096):
-                if number != signal.SIGCHLD:
-                    self._pass_on(signal.Signals(number))
+            for number in self._read_signals():
+                self._pass_on(number)
         if self._wakeup in ready or not ready:
             for rank in self._ranks:
                 if rank.alive:
                     self._check_end(rank)
         self._tell_output_errors()
+
+    def _read_signals(self) -> list[signal.Signals]:
+        """What has come since the last time, without SIGCHLD."""
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            numbers = os.read(self._wakeup, 4096)
+        return [signal.Signals(number) for number in numbers if number != signal.SIGCHLD]
 
     def _read(self, rank: _Rank) -> int:
         """Moves one piece of a rank's output; returns its size, 0 when there is none now or ever."""
@@ -237,22 +267,7 @@ class _Launch:
             return
         self._drain(rank)
         first_failure = not any(other.end and other.end.returncode for other in self._ranks)
-        rank.end = failure.RankEnd(
-            rank=rank.plan.rank,
-            host=self._plan.host,
-            returncode=returncode,
-            time=time.time(),
-            log_path=rank.plan.log_path,
-            log_start=rank.log.start,
-            record=failure.read_error_record(rank.plan.error_path) if returncode else None,
-            ended_by_launcher=rank.told_to_end,
-            stopped_by=self._stop_signal.name if self._signals_reach_ranks and self._stop_signal else None,
-        )
-        if self._plan.place is not None and self._plan.place.reported_above:
-            try:
-                failure.write_end(rank.end, rank.plan.error_path)
-            except OSError as error:
-                self._note(f"rank {rank.plan.rank}'s end cannot be stored: {error}")
+        self._end(rank, returncode)
         if returncode and first_failure:
             self._passed_on = self._stop_signal
             others = sum(other.alive for other in self._ranks)
@@ -263,6 +278,31 @@ class _Launch:
                 )
                 self._term_at = min(self._term_at, time.monotonic() + self._plan.grace_s)
 
+    def _end(self, rank: _Rank, returncode: int) -> None:
+        """Notes how a rank has ended, and stores it where the launch above collects that."""
+        rank.end = failure.RankEnd(
+            rank=rank.plan.rank,
+            host=self._plan.host,
+            returncode=returncode,
+            time=time.time(),
+            log_path=rank.plan.log_path,
+            log_start=rank.log.start,
+            record=failure.read_error_record(rank.plan.error_path) if returncode else None,
+            ended_by_launcher=rank.told_to_end,
+            stopped_by=self._stop_signal.name if self._signals_reach_ranks and self._stop_signal else None,
+            asked_by=self._asked_once,
+        )
+        if self._plan.place is not None and self._plan.place.reported_above:
+            try:
+                failure.write_end(rank.end, rank.plan.error_path)
+            except OSError as error:
+                self._note(f"rank {rank.plan.rank}'s end cannot be stored: {error}")
+
+    @property
+    def _asked_once(self) -> str | None:
+        """The signal of ``preemption`` that has come; None also where a second one took its place."""
+        return self._asked_by[0].name if len(self._asked_by) == 1 and not self._hurried else None
+
     # Ending
 
     @property
@@ -272,8 +312,11 @@ class _Launch:
 
     def _pass_on(self, number: signal.Signals) -> None:
         reach = self._signals_reach_ranks
+        if number in self._plan.preemption:
+            self._asked_by.append(number)
         if number in (signal.SIGINT, signal.SIGTERM):
             if self._stop_signal is not None:
+                self._hurried = True
                 self._note(f"{number.name} after {self._stop_signal.name}: killing all ranks")
                 self._kill_all()
                 return
@@ -367,13 +410,20 @@ class _Launch:
                 f"{self._out.dropped_bytes} bytes were not shown because nobody read them; "
                 f"the logs in {self._plan.log_dir} are complete"
             )
+        for number in self._read_signals():  # meanwhile
+            if number in self._plan.preemption:
+                self._asked_by.append(number)
         ends = [rank.end for rank in self._ranks if rank.end is not None]
+        signals, asked_by = self._plan.preemption, self._asked_once
+        preempted = failure.preempted(ends, self._plan.world_size, signals)
         if self._plan.place is None or not self._plan.place.reported_above:
-            for line in failure.report(ends, self._passed_on):
+            for line in failure.report(ends, self._passed_on, preempted):
                 self._note(line)
         first = failure.primary(ends)
         code = 0 if first is None else failure.exit_code(first.returncode)
-        return failure.Outcome(code, first, stopped=self._stop_signal is not None)
+        if preempted is not None:
+            code = REQUEUE_EXIT_CODE
+        return failure.Outcome(code, first, stopped=self._stop_signal is not None, asked_by=asked_by)
 
     def close(self) -> None:
         for rank in self._ranks:

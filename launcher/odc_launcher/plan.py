@@ -54,6 +54,7 @@ class Request:
         grace_s: seconds that ranks have to end by themselves.
         term_grace_s: seconds that they have after TERM, where that is more: they save a checkpoint.
         signals: names of the signals that are passed on; INT and TERM always are.
+        preemption: names of those that ask for a checkpoint and another run, where there is a place for one.
         env: variables that every rank gets, byte for byte.
         env_expand: the same, with $NAME and ${NAME} replaced by what the rank inherits.
         interface: network interface for the libraries that ask for one.
@@ -74,6 +75,7 @@ class Request:
     grace_s: float = DEFAULT_GRACE_S
     term_grace_s: float = 0.0
     signals: tuple[str, ...] = DEFAULT_SIGNALS
+    preemption: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     env_expand: Mapping[str, str] = field(default_factory=dict)
     interface: str | None = None
@@ -82,6 +84,11 @@ class Request:
     sharding: str = "auto"
     device: str = "auto"
     affinity: str = "auto"
+
+    @property
+    def preemption_signals(self) -> frozenset[signal.Signals]:
+        """Those of ``preemption``."""
+        return frozenset(signal.Signals[f"SIG{name}"] for name in self.preemption)
 
     def grace_after(self, number: signal.Signals) -> float:
         """Seconds that ranks have to end by themselves after a signal."""
@@ -174,6 +181,7 @@ class LaunchPlan:
         grace_s: seconds that ranks have to end by themselves.
         term_grace_s: seconds that they have after TERM.
         signals: signals that are passed on.
+        preemption: those of them that ask for a checkpoint and another run.
         summary: one line that says what is started.
         warnings: what the user should know, one line each.
         hash: equal for launches that start the same job alike; the ranks compare it.
@@ -196,6 +204,12 @@ class LaunchPlan:
     place: Place | None = None
     settings: tuple[Setting, ...] = ()
     notes: tuple[str, ...] = ()
+    preemption: frozenset[signal.Signals] = frozenset()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job, wherever they are started."""
+        return len(self.ranks) if self.place is None else self.place.world_size
 
 
 def make_plan(
@@ -328,6 +342,7 @@ def make_plan(
         place=place,
         settings=(*_of_interface(request, env), *made.settings),
         notes=tuple(made.notes),
+        preemption=request.preemption_signals,
     )
 
 

@@ -12,6 +12,7 @@ from odc_launcher.failure import Outcome
 from odcengine.hostlist import expand_counts, expand_hostlist
 from odcengine.preemption import REQUEUE_EXIT_CODE
 
+_ASKED = "SecondSignal"
 _MISTAKES = ("ConfigError", "UsageError", "SyntaxError", "ImportError", "ModuleNotFoundError")
 _COMMAND_TIMEOUT_S = 30.0
 _START_LIMIT_S = 300
@@ -29,9 +30,9 @@ def why_not(outcome: Outcome, done: int, limit: int) -> str | None:
     """
     if outcome.code in (0, REQUEUE_EXIT_CODE) or limit == 0:
         return ""
-    if outcome.stopped:
-        return "the job was told to stop"
     record = outcome.first.record if outcome.first is not None else None
+    if (outcome.stopped and outcome.asked_by is None) or (record is not None and record.kind == _ASKED):
+        return "the job was told to stop"
     if record is not None and record.kind in _MISTAKES:
         return f"another start would meet the same {record.kind}"
     if done >= limit:
@@ -47,7 +48,8 @@ def run(start: Callable[[int], Outcome], limit: int) -> int:
         limit: restarts at most.
 
     Returns:
-        The exit code of the last start.
+        The exit code of the last start; 75 where ranks failed after a signal of ``preemption`` had come:
+        started again here, they would not know of it.
     """
     done = 0
     while True:
@@ -57,6 +59,12 @@ def run(start: Callable[[int], Outcome], limit: int) -> int:
             if reason:
                 _note(f"not started again: {reason}")
             return outcome.code
+        if outcome.asked_by is not None:
+            _note(
+                f"not started again: {outcome.asked_by} came; ended with {REQUEUE_EXIT_CODE} to go on from "
+                "the newest checkpoint in a new run"
+            )
+            return REQUEUE_EXIT_CODE
         done += 1
         _note(f"restart {done} of {limit}: the ranks go on from the newest checkpoint")
 

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from odc_launcher import failure, slurm
+from odc_launcher.early import EarlySignals
 from odc_launcher.job import JobPlan
 from odc_launcher.local import TERM_GRACE_S, ChildSetup, caught_signals
 from odc_launcher.plan import parse_signals
 from odcengine.errors import ConfigError
+from odcengine.preemption import REQUEUE_EXIT_CODE
 
 _COMMAND_TIMEOUT_S = 60.0
 _POLL_S = 0.5
@@ -123,16 +125,19 @@ def _is_cancelled(job: str) -> bool:
     return False
 
 
-def run(plan: JobPlan, environ: Mapping[str, str] | None = None) -> failure.Outcome:
+def run(
+    plan: JobPlan, environ: Mapping[str, str] | None = None, early: EarlySignals | None = None
+) -> failure.Outcome:
     """Starts the step and waits for it; signals are passed on to all of its ranks.
 
     Args:
         plan: the step.
         environ: what its command inherits; by default this process's environment.
+        early: what has come before; a signal of ``preemption`` among it ends the job before it starts.
 
     Returns:
         With exit code 0, or that of the rank that failed first, or that of srun or mpirun where no rank tells
-        of a failure.
+        of a failure, or 75 where a signal of ``preemption`` ended what could not act on it.
 
     Raises:
         ConfigError: the log folder cannot be written, or the command cannot be started.
@@ -149,6 +154,9 @@ def run(plan: JobPlan, environ: Mapping[str, str] | None = None) -> failure.Outc
     inherited = os.environ if environ is None else environ
     env = {name: value for name, value in inherited.items() if name not in plan.unset} | plan.env
     with caught_signals(parse_signals(plan.request.signals)[0]) as (caught, wakeup):
+        if early is not None and early.came is not None:
+            _note(f"{early.came.name} came before the ranks were started: to go on in a new run")
+            return failure.Outcome(REQUEUE_EXIT_CODE, None, stopped=True, asked_by=early.came.name)
         # Held back until the child has set its own handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, caught)
         try:
@@ -165,15 +173,23 @@ def run(plan: JobPlan, environ: Mapping[str, str] | None = None) -> failure.Outc
             signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
         watch = _Watch(plan, process, wakeup)
         returncode = watch.wait()
-    ends = failure.read_ends(plan.log_dir)
-    for line in failure.report(ends):
+    ends, signals, sent = failure.read_ends(plan.log_dir), plan.request.preemption_signals, watch.asked_by
+    preempted = failure.preempted(ends, plan.world_size, signals, sent)
+    for line in failure.report(ends, preempted=preempted):
         _note(line)
     first = failure.primary(ends)
-    if first is not None:
-        return failure.Outcome(failure.exit_code(first.returncode), first, stopped=watch.stopping)
-    if returncode:
+    code = failure.exit_code(returncode if first is None else first.returncode)
+    if first is None and returncode:
         _note(f"{plan.argv[0]} ended with {failure.describe(returncode)}; it says why above")
-    return failure.Outcome(failure.exit_code(returncode), None, stopped=watch.stopping)
+        # Its tasks may have been ended before they could tell.
+        told = next((number.name for number in signals - {signal.SIGTERM} if code == 128 + number), None)
+        preempted = sent or told
+        if preempted is not None:
+            _note(f"{preempted} came before the ranks could tell how they ended: to go on in a new run")
+    if preempted is not None:
+        code = REQUEUE_EXIT_CODE
+    asked_by = sent or failure.asked_by(ends)
+    return failure.Outcome(code, first, stopped=watch.stopping, asked_by=asked_by)
 
 
 class _Watch:
@@ -181,6 +197,7 @@ class _Watch:
 
     Attributes:
         stopping: a signal has asked for the end.
+        asked_by: the signal of ``preemption`` that has come; None also where a second one took its place.
     """
 
     def __init__(self, plan: JobPlan, process: subprocess.Popen[bytes], wakeup: int) -> None:
@@ -188,6 +205,8 @@ class _Watch:
         self._process = process
         self._wakeup = wakeup
         self.stopping = False
+        self.asked_by: str | None = None
+        self._num_asked = 0
         self._waiting: list[signal.Signals] = []  # the step has not told its number yet
         self._term_at = self._kill_at = float("inf")
 
@@ -214,8 +233,12 @@ class _Watch:
         return int(self._process.wait())
 
     def _take(self, number: signal.Signals) -> None:
+        if number in self._plan.request.preemption_signals:
+            self._num_asked += 1
+            self.asked_by = number.name if self._num_asked == 1 else None
         if number in _STOPS:
             if self.stopping:
+                self.asked_by = None
                 _note(f"{number.name} again: ending all ranks")
                 self._term_at = 0.0
                 return

@@ -82,6 +82,24 @@ def test_array_member_is_warned_saves_is_requeued_and_goes_on(cluster: Cluster, 
         cluster.run(tmp_path, "scancel", out.strip())
 
 
+def test_warned_while_the_ranks_still_load_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """There is nothing to save, and the default action of the signal ends the ranks."""
+    prepare(tmp_path, every=0, launch="max_requeues: 1, nodes: 2, nproc_per_node: 1")
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\nopen(f'{sys.argv[1]}/loads' + os.environ['RANK'], 'w')\ntime.sleep(600)\n"
+    )
+    code, out, err = cluster.run(tmp_path, *cluster.launch("--config", "c.yaml", "train.py", str(tmp_path)))
+    assert code == 0, err
+    job = out.strip()
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("loads?"))) == 2, "both ranks load", 120)
+        assert cluster.run(tmp_path, "scancel", "--signal=USR1", job)[0] == 0
+        wait_until(lambda: "Restarts=1" in cluster.state(job), "the job is requeued")
+    finally:
+        cluster.run(tmp_path, "scancel", job)
+        wait_until(lambda: not cluster.run(tmp_path, "squeue", "--noheader")[1].strip(), "the job is gone")
+
+
 def test_time_limit_warns_by_signal(cluster: Cluster, tmp_path: Path) -> None:
     prepare(tmp_path, every=0, launch="nodes: 2, nproc_per_node: 1")
     limit = ["--sbatch-arg=--time=10", "--sbatch-arg=--signal=USR1@10"]

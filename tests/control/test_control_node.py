@@ -289,10 +289,14 @@ def _abort(rank: int, world: int, token: str, folder: str) -> Report | None:
         report = report_of(lambda: control.barrier(Meeting.END_OF_STEP, 3), control=control)
         Path(folder, "second").touch()
         return report
+    control.record_end(RuntimeError("a signal"))  # for the launcher alone: nobody else hears of it
+    assert json.loads(Path(folder, f"error{rank}.json").read_text())["message"] == "a signal"
+    assert not control.failed
     deadline = time.monotonic() + 60
     while not Path(folder, "second").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     report = report_of(control.check, control=control)
+    control.record_end(RuntimeError("too late"))  # the failure was first
     again = report_of(control.check)
     assert again.culprit == 1, again
     return report

@@ -135,7 +135,7 @@ def test_second_signal_has_its_usual_effect() -> None:
     script = (
         "import os, signal, time\n"
         "from odcengine.preemption import StopRequests\n"
-        "requests = StopRequests(['USR1'], None)\n"
+        "requests = StopRequests(['USR1'], None, lambda error: print(repr(error), flush=True))\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "assert requests.reason == 'SIGUSR1' and requests.vote() == 1.0\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
@@ -150,6 +150,7 @@ def test_second_signal_has_its_usual_effect() -> None:
     )
     assert done.returncode == -signal.SIGUSR1, done.stderr
     assert "a second one ends it at once" in done.stderr
+    assert done.stdout.startswith("SecondSignal('SIGUSR1 after SIGUSR1")
 
 
 def test_handlers_of_the_script_stay() -> None:
