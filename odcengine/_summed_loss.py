@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from odcengine.data import MicroBatch
+from odcengine.data.vocabulary import check_micro_batch
 from odcengine.errors import UsageError
 from odcengine.losses import LossSum, causal_lm_loss_sum
 
@@ -27,9 +28,18 @@ class SummedLoss:
             loss of a causal language model.
         normalize_by: ``odc.normalize_by``.
         device: where the engine computes.
+        vocab_size: tokens of the model; None where unknown.
     """
 
-    def __init__(self, loss_fn: LossFn | None, normalize_by: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFn | None,
+        normalize_by: str,
+        device: torch.device,
+        *,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
         self.pending: list[float | None] = []
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._count_name = "num_targets" if normalize_by == "tokens" else "num_samples"
@@ -55,6 +65,8 @@ class SummedLoss:
             trains: whether a backward will follow.
         """
         moved = micro_batch
+        if isinstance(micro_batch, MicroBatch) and self._vocab_size is not None:
+            check_micro_batch(micro_batch, self._vocab_size)
         if isinstance(micro_batch, MicroBatch) and micro_batch.input_ids.device.type != self._device.type:
             moved = micro_batch.to(self._device)
         loss = (loss_fn or self._loss_fn)(model, moved)

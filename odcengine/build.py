@@ -26,13 +26,13 @@ from odcengine.models import (
     check_isolation,
     check_lengths,
     enable_checkpointing,
+    find_vocabulary,
     is_transformers_model,
     load_model,
     model_flops,
     open_model,
     prepare_loss,
     prepare_model,
-    vocabulary_size,
 )
 from odcengine.models.adapter import (
     adapt_stored,
@@ -308,8 +308,9 @@ def _build_loader(
     length_fn: Callable[[Any], int] | None,
     loss_fn: LossFn | None,
 ) -> MinibatchLoader:
-    if isinstance(training_data, TokenDataset) and is_transformers_model(model):
-        training_data.check_vocabulary(vocabulary_size(model))
+    vocab_size = find_vocabulary(model)
+    if isinstance(training_data, TokenDataset) and vocab_size is not None:
+        training_data.check_vocabulary(vocab_size)
     batch = config.resolve_batch(job.topology.world_size)
     if job.topology.rank == 0:
         for notice in batch.notices:
@@ -336,6 +337,7 @@ def _build_loader(
         prefetch=config.data.prefetch,
         device=job.device.torch_device,
         timeout_s=config.odc.timeout_s,
+        vocab_size=vocab_size,
     )
     if loader.packs and (loss_fn is None or is_transformers_model(model)):
         prepare_model(model)  # several samples share a row: attention must stop between them

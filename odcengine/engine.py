@@ -41,6 +41,7 @@ from odcengine.device import Mark
 from odcengine.errors import CheckpointError, OdcError, UsageError
 from odcengine.losses import LossSum
 from odcengine.metrics import StepMetrics, whole_or_none
+from odcengine.models import find_vocabulary
 from odcengine.monitor import Monitor
 from odcengine.preemption import Preempted, StopRequests
 from odcengine.rollouts.balance import Balanced, Balancer
@@ -122,7 +123,12 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
                 "preemption.signals: %s: the script's own handlers stay; no checkpoint is saved for them",
                 ", ".join(self._stop.foreign),
             )
-        self._summed_loss = SummedLoss(loss_fn, config.odc.normalize_by, job.device.torch_device)
+        self._summed_loss = SummedLoss(
+            loss_fn,
+            config.odc.normalize_by,
+            job.device.torch_device,
+            vocab_size=find_vocabulary(model),
+        )
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._garbage = QuietGarbage(config.odc.manage_gc)
         self._closed = False

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from odcengine.data.pack import num_targets_of, sequences_of
+from odcengine.data.batch import IGNORE_INDEX
+from odcengine.data.pack import sequences_of, tokens_and_targets
+from odcengine.data.vocabulary import check_tokens
 from odcengine.errors import OdcError, UsageError
 
 
@@ -47,13 +49,19 @@ class Measured(NamedTuple):
     """Tokens of the longest sequence of a sample; its length where it is not known to hold several."""
 
 
-def measure(dataset: MapDataset, length_fn: Callable[[Any], int] | None, packs: bool) -> Measured:
+def measure(
+    dataset: MapDataset,
+    length_fn: Callable[[Any], int] | None,
+    packs: bool,
+    vocab_size: int | None = None,
+) -> Measured:
     """Length of each sample, and its number of targets where that can be known.
 
     Args:
         dataset: the data set.
         length_fn: length of a sample, if the user gave one.
         packs: whether samples are packed by the loader, so that their tokens can be counted.
+        vocab_size: tokens of the model, which all that are counted have to be of; None where unknown.
 
     Raises:
         UsageError: a sample that cannot be read, a length below 1, or not one number for each sample.
@@ -71,8 +79,14 @@ def measure(dataset: MapDataset, length_fn: Callable[[Any], int] | None, packs: 
         for index in range(len(dataset)):
             with naming(f"sample {index} cannot be read"):
                 sample = dataset[index]
-            counted.append(num_targets_of(sample, index))
-            parts = [len(sequence["input_ids"]) for _, sequence in sequences_of(sample, f"sample {index}")]
+            parts, targets = [], 0
+            for name, sequence in sequences_of(sample, f"sample {index}"):
+                tokens, labels = tokens_and_targets(sequence, name)
+                if vocab_size is not None:
+                    check_tokens(tokens, labels, name, vocab_size)
+                parts.append(len(tokens))
+                targets += int((labels != IGNORE_INDEX).sum())
+            counted.append(targets)
             lengths.append(sum(parts))
             longest.append(max(parts))
         num_targets = counted if num_targets is None else num_targets

@@ -35,6 +35,7 @@ from odcengine.data.lengths import MapDataset, is_token_sample, measure, naming
 from odcengine.data.minibatch import LocalCounter, Minibatch
 from odcengine.data.pack import num_targets_of, pack_samples, truncate_sample
 from odcengine.data.prefetch import Reader, Reading
+from odcengine.data.vocabulary import check_micro_batch
 from odcengine.errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class MinibatchLoader:
             too). No effect with ``dynamic``, where nobody knows what comes.
         device: where micro-batches will go; what was read ahead for a GPU lies in pinned memory.
         timeout_s: limit of waiting for one micro-batch that is read ahead; None for no limit.
+        vocab_size: tokens of the model, which those of packed samples have to be of; None where unknown.
 
     Raises:
         ConfigError: an argument out of range, an empty data set, a sample over the limit.
@@ -133,6 +135,7 @@ class MinibatchLoader:
         prefetch: int | None = None,
         device: torch.device | None = None,
         timeout_s: float | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         _check_arguments(
             dataset,
@@ -173,7 +176,10 @@ class MinibatchLoader:
         self.fields = tuple(fields)
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
         self.packs = collate_fn is None and is_token_sample(dataset[0])
-        self.lengths, self.num_targets, self._longest_sequence = measure(dataset, length_fn, self.packs)
+        self.vocab_size = vocab_size
+        self.lengths, self.num_targets, self._longest_sequence = measure(
+            dataset, length_fn, self.packs, vocab_size
+        )
         # Before any truncation: another limit of the length does not change the order.
         self._contents = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
         self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
@@ -498,6 +504,8 @@ class MinibatchLoader:
                     f"{self.lengths[list(sample_ids)].sum()}, more than the {self.max_tokens} of a "
                     "micro-batch; correct the data set's attribute lengths, or length_fn"
                 )
+            if self.vocab_size is not None:
+                check_micro_batch(batch, self.vocab_size)
             return batch
         samples = [self._sample(index) for index in sample_ids or minibatch.sample_ids[:1]]
         collate = self.collate_fn or torch.utils.data.default_collate

@@ -61,7 +61,7 @@ def pack_samples(
         raise UsageError(f"pack_samples: pad_to_multiple_of is {pad_to_multiple_of}, but must be at least 1")
     of_samples = [sequences_of(sample, f"sample {index}") for sample, index in zip(samples, ids, strict=True)]
     sequences = list(itertools.chain(*of_samples))
-    pairs = [_tokens_and_targets(sequence, name) for name, sequence in sequences]
+    pairs = [tokens_and_targets(sequence, name) for name, sequence in sequences]
     lengths = [len(tokens) for tokens, _ in pairs]
     num_tokens = sum(lengths)
     num_padding = -num_tokens % pad_to_multiple_of if samples else pad_to_multiple_of
@@ -164,7 +164,7 @@ def _check_finite(
 def num_targets_of(sample: Sample, index: int) -> int:
     """How many positions of a sample have a target; ``index`` is for the error message."""
     return sum(
-        int((_tokens_and_targets(sequence, name)[1] != IGNORE_INDEX).sum())
+        int((tokens_and_targets(sequence, name)[1] != IGNORE_INDEX).sum())
         for name, sequence in sequences_of(sample, f"sample {index}")
     )
 
@@ -185,8 +185,13 @@ def truncate_sample(sample: Sample, max_tokens: int, fields: Sequence[str] = ())
     return {name: value[:max_tokens] if name in cut else value for name, value in sample.items()}
 
 
-def _tokens_and_targets(sample: Sample, which: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Tokens of a sample and, shifted by one, what each position has to predict."""
+def tokens_and_targets(sample: Sample, which: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Tokens of a sequence and, shifted by one, what each position has to predict; ``[l]`` each.
+
+    Args:
+        sample: the sequence.
+        which: its name, for messages.
+    """
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         raise UsageError(
             f"{which} is a {type(sample).__name__} without input_ids; give a mapping with input_ids "

@@ -29,6 +29,7 @@ from odcengine.deepspeed.stage3 import OnDemand
 from odcengine.errors import UsageError
 from odcengine.losses import LossSum
 from odcengine.metrics import StepMetrics, whole_or_none
+from odcengine.models import find_vocabulary
 from odcengine.monitor import Monitor
 from odcengine.start import Job
 
@@ -79,7 +80,12 @@ class ZeroEngine:
         self._control = job.control
         self._monitor = monitor
         self._loader = loader
-        self._summed_loss = SummedLoss(loss_fn, config.odc.normalize_by, job.device.torch_device)
+        self._summed_loss = SummedLoss(
+            loss_fn,
+            config.odc.normalize_by,
+            job.device.torch_device,
+            vocab_size=find_vocabulary(self.module),
+        )
         odc.scale = self._agree
         odc.after_meeting = self._met
         self._start_minibatch()

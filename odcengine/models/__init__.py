@@ -8,6 +8,7 @@ from odcengine.models.limits import check_lengths
 from odcengine.models.load import (
     check_tokenizer,
     enable_checkpointing,
+    find_vocabulary,
     load_model,
     open_model,
     vocabulary_size,
@@ -27,6 +28,7 @@ __all__ = [
     "check_lengths",
     "check_tokenizer",
     "enable_checkpointing",
+    "find_vocabulary",
     "is_transformers_model",
     "load_model",
     "model_flops",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from odcengine.errors import ConfigError
+from odcengine.models.packed import is_transformers_model
 from odcengine.models.stored import StoredModel, StoredWeights, parameters_on_meta
 
 logger = logging.getLogger(__name__)
@@ -194,10 +195,19 @@ def vocabulary_size(model: nn.Module) -> int:
     for module in model.modules():  # the model may be wrapped
         get: Any = getattr(module, "get_input_embeddings", None)
         if callable(get):
-            return len(get().weight)
+            weight = get().weight
+            return int(getattr(weight, "ds_shape", weight.shape)[0])  # DeepSpeed's ZeRO empties its tensors
     raise ConfigError(
         f"model: {type(model).__name__} is no model of transformers: it has no input embeddings"
     )
+
+
+def find_vocabulary(model: nn.Module) -> int | None:
+    """:func:`vocabulary_size` of a model of any kind; None where it is not known to read tokens."""
+    try:
+        return vocabulary_size(model) if is_transformers_model(model) else None
+    except (AttributeError, ConfigError, NotImplementedError):  # of images or sounds
+        return None
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:

@@ -16,10 +16,11 @@ from odcengine.balance import Plan
 from odcengine.config import Config
 from odcengine.control import ControlBlock, Meeting, Phase
 from odcengine.data import MicroBatch
-from odcengine.data.pack import sequences_of
+from odcengine.data.lengths import is_token_sample
+from odcengine.data.vocabulary import check_sample
 from odcengine.device import Device
 from odcengine.errors import UsageError
-from odcengine.models import check_lengths, is_transformers_model, vocabulary_size
+from odcengine.models import check_lengths, find_vocabulary, is_transformers_model
 from odcengine.rollouts.balance import Balanced, Balancer, Collate
 from odcengine.rollouts.exchange import Stock
 from odcengine.rollouts.generating import generating
@@ -274,8 +275,9 @@ class RolloutCalls(abc.ABC):
     ) -> Balanced:
         tensors, stock = self._balancer.take_stock(samples, lengths)
         if collate_fn is None:
-            if is_transformers_model(self.module):
-                _check_vocabulary(tensors, vocabulary_size(self.module))
+            vocab_size = find_vocabulary(self.module)
+            if vocab_size is not None:
+                _check_vocabulary(tensors, vocab_size)
             self._prepare_packing(stock)
         wait = functools.partial(self._device.wait_for_backlog, self._control)
         return self._balancer.minibatch(
@@ -295,16 +297,9 @@ class RolloutCalls(abc.ABC):
 def _check_vocabulary(samples: Sequence[TensorSample], vocab_size: int) -> None:
     """Token ids outside of the vocabulary have a name here; on a GPU they end the process's context."""
     for number, sample in enumerate(samples):
-        for name, sequence in sequences_of(nested(sample), f"sample {number}"):
-            tokens = sequence.get("input_ids")
-            if tokens is None:
-                continue
-            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-            if len(outside):
-                raise UsageError(
-                    f"{name} has the token id {int(outside[0])}, but the model's vocabulary is 0 to "
-                    f"{vocab_size - 1}; tokenise with the model's own tokenizer"
-                )
+        whole = nested(sample)
+        if is_token_sample(whole):
+            check_sample(whole, f"sample {number}", vocab_size)
 
 
 def _cut(name: str, values: Any, micro_batch: MicroBatch) -> list[torch.Tensor]:

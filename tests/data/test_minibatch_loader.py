@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from odcengine.balance.plan import STRATEGIES
-from odcengine.data import MicroBatch, Minibatch, MinibatchLoader, TokenDataset
+from odcengine.data import MicroBatch, Minibatch, MinibatchLoader, TokenDataset, pack_samples
+from odcengine.data.vocabulary import check_micro_batch
 from odcengine.errors import ConfigError, UsageError
 
 PLANNED = [strategy for strategy in STRATEGIES if strategy != "dynamic"]  # ranks draw that together
@@ -305,6 +306,59 @@ def test_own_lengths_and_collation() -> None:
     assert max(map(len, packed)) <= 7
     with pytest.raises(ConfigError, match="only samples with input_ids that the loader packs itself"):
         make_loader(words, max_tokens=5, length_fn=len, too_long="truncate")
+
+
+class Measured(list[dict[str, Any]]):
+    """A data set that tells its lengths, so that nothing is read before its turn."""
+
+    lengths = np.array([2, 5, 2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"input_ids": [1, 2, 9, 4, 10]},
+            "sample 1 has the token id 10, but the model's vocabulary is 0 to 9; tok",
+        ),
+        ({"input_ids": [1, 2, -1, 4, 5]}, "sample 1 has the token id -1, but the"),
+        (
+            {"labels": [-100, -100, 5, -1, 6]},
+            "the label -1, but the .* that is not to be learned has the label -100",
+        ),
+        ({"labels": [-100, -100, 5, 11, 6]}, "sample 1 has the label 11, but the model's"),
+    ],
+)
+def test_tokens_outside_of_the_vocabulary(changes: dict[str, Any], message: str) -> None:
+    """Found before training where the samples are read for their lengths, else when their turn comes."""
+    samples = [{"input_ids": [0, 9]}, {"input_ids": [1, 2, 3, 4, 5], **changes}, {"input_ids": [7, 8]}]
+    with pytest.raises(UsageError, match=message):
+        make_loader(samples, vocab_size=10)
+    for prefetch in (0, 2):
+        for num_samples in (1, 3):
+            loader = make_loader(
+                Measured(samples),
+                vocab_size=10,
+                prefetch=prefetch,
+                max_samples=num_samples,
+                train_batch_size=3,
+            )
+            with pytest.raises(UsageError, match=message):
+                list(next(iter(loader)))
+            loader.close()
+    loader = make_loader(Measured(samples), train_batch_size=3)
+    assert sum(batch.num_tokens for batch in next(iter(loader))) == 9  # nobody knows the vocabulary
+
+
+def test_tokens_outside_of_the_vocabulary_in_a_pair() -> None:
+    pair = {"sequences": [{"input_ids": [1, 2]}, {"input_ids": [1, 12, 2]}]}
+    with pytest.raises(UsageError, match="sample 1, sequence 1 has the token id 12"):
+        make_loader([{"sequences": [{"input_ids": [3]}]}, pair], vocab_size=10)
+    batch = pack_samples([{"input_ids": [9, 9]}, pair, {"input_ids": [3]}], sample_ids=[7, 8, 9])
+    with pytest.raises(UsageError, match="sample 8 has the token id 12"):
+        check_micro_batch(batch, 10)
+    check_micro_batch(batch, 13)
+    check_micro_batch(pack_samples([], pad_to_multiple_of=4), 1)
 
 
 def test_own_collation_of_token_samples() -> None:

@@ -14,7 +14,7 @@ from distributed import run_ranks, values
 import odcengine
 from odcengine.data import TokenDataset
 from odcengine.errors import ConfigError
-from odcengine.models import check_tokenizer, load_model, vocabulary_size
+from odcengine.models import check_tokenizer, find_vocabulary, load_model, vocabulary_size
 
 transformers = pytest.importorskip("transformers")
 
@@ -111,7 +111,16 @@ def test_tokenizer_that_does_not_fit() -> None:
             return 65
 
     model = load_model(VALUES, tokenizer=range(64))
-    assert vocabulary_size(model) == 64
+    assert vocabulary_size(model) == find_vocabulary(model) == 64
+    images = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    for other in (torch.nn.Embedding(4, 4), transformers.ViTModel(transformers.ViTConfig(**images))):
+        assert find_vocabulary(other) is None
     for tokenizer in (SentencePiece(), range(65), 65):
         with pytest.raises(
             ConfigError, match="the tokenizer has 65 tokens, but LlamaForCausalLM has embeddings for 64"

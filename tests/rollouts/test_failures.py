@@ -12,18 +12,21 @@ from distributed import run_ranks
 import odcengine
 from odcengine import OdcEngine
 from odcengine.balance import make_plan
+from odcengine.data import pack_samples
 from rollouts.policy import make_policy, make_rollouts
+
+CONFIG = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "odc": {"timeout_s": 100, "startup_timeout_s": 120},
+    "balance": {"max_tokens_per_micro_batch": 32},
+}
 
 
 def _engine(**balance: Any) -> OdcEngine:
     return odcengine.initialize(
         model=make_policy(1),
-        config={
-            "train_batch_size": 8,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "odc": {"timeout_s": 100, "startup_timeout_s": 120},
-            "balance": {"max_tokens_per_micro_batch": 32, **balance},
-        },
+        config={**CONFIG, "balance": {"max_tokens_per_micro_batch": 32, **balance}},
     )[0]
 
 
@@ -66,6 +69,17 @@ def _outside_of_the_vocabulary(engine: OdcEngine, rank: int) -> None:
         samples[1]["input_ids"] = samples[1]["input_ids"].clone()
         samples[1]["input_ids"][-1] = engine.module.config.vocab_size
     engine.balance(samples)
+
+
+def _data_outside_of_the_vocabulary(engine: OdcEngine, rank: int) -> None:
+    data = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, -2, 3]}]
+    odcengine.initialize(model=make_policy(1), config=CONFIG, training_data=data)
+
+
+def _packed_outside_of_the_vocabulary(engine: OdcEngine, rank: int) -> None:
+    if rank == 1:
+        engine(pack_samples([{"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [1, -1]}]))
+    engine.step()
 
 
 def _another_program(engine: OdcEngine, rank: int) -> None:
@@ -135,6 +149,16 @@ CASES: dict[str, tuple[Callable[[OdcEngine, int], None], dict[str, Any], list[st
         _outside_of_the_vocabulary,
         {},
         ["sample 1 has the token id 11, but the model's vocabulary is 0 to 10"],
+    ),
+    "outside of the vocabulary in data": (
+        _data_outside_of_the_vocabulary,
+        {},
+        ["sample 1 has the token id -2, but the model's vocabulary is 0 to 10"],
+    ),
+    "outside of the vocabulary when packed": (
+        _packed_outside_of_the_vocabulary,
+        {},
+        ["sample 1 has the label -1, but the model's vocabulary is 0 to 10; a token that is not to be"],
     ),
     "another program": (
         _another_program,
