@@ -6,9 +6,11 @@ without a word, so what is running already is adopted only where rank and size a
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +81,7 @@ def start_nvshmem(
     if rank == 0 and mismatch is not None:
         logger.warning("%s", mismatch)
     library = Nvshmem(core, bindings, version)
-    if core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED:
-        _adopt(library, rank, world_size)
+    if _adopt(library, rank, world_size, functools.partial(exchange_texts, group=host_group)):
         return library
     size, reason = plan_heap(needed, os.environ)
     choose_vmm(rank, world_size, device.index, host_group)
@@ -128,15 +129,27 @@ def _compare_versions(version: str, rank: int, world_size: int, group: dist.Proc
         )
 
 
-def _adopt(library: Nvshmem, rank: int, world_size: int) -> None:
-    pe, size = library.core.my_pe(), library.core.n_pes()
-    if (pe, size) != (rank, world_size):
-        raise ConfigError(
-            f"NVSHMEM is running in this process already, as PE {pe} of {size}, but this job has rank {rank} "
-            f"of {world_size}; a process has one NVSHMEM, so let odcengine.initialize start it, or start it "
-            "with the job's ranks"
-        )
-    logger.info("%s was running, as PE %d of %d; it is used as it is", library.version, pe, size)
+def _adopt(library: Nvshmem, rank: int, world_size: int, exchange: Callable[[str], Sequence[str]]) -> bool:
+    """Whether the script has started NVSHMEM, in whatever way, with the ranks of the job. Collective.
+
+    Raises:
+        ConfigError: with other ranks, or not in all processes; the same on all ranks.
+    """
+    core, none = library.core, "not at all"
+    running = core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED
+    states = exchange(f"as PE {core.my_pe()} of {core.n_pes()}" if running else none)
+    if all(state == none for state in states):
+        return False
+    for other, state in enumerate(states):
+        if state != f"as PE {other} of {world_size}":
+            raise ConfigError(
+                f"NVSHMEM is running already before odcengine.initialize, on rank {other} {state}, but this "
+                f"job has rank {other} of {world_size}; a process has one NVSHMEM, so let "
+                "odcengine.initialize start it, or start it in all processes with the job's ranks"
+            )
+    if rank == 0:
+        logger.info("%s was running before, with the ranks of the job; it is used as it is", library.version)
+    return True
 
 
 def _init(

@@ -103,15 +103,16 @@ def test_before_mpirun_starts(launcher: Launcher) -> None:
     """With a program in mpirun's place that takes its time to say which it is."""
     launcher.write("")
     (launcher.folder / "c.yaml").write_text(CONFIG)
-    os.mkfifo(launcher.folder / "asked")
+    for name in ("asked", "told"):
+        os.mkfifo(launcher.folder / name)
     mpirun = launcher.folder / "mpirun"
-    mpirun.write_text("#!/bin/sh\n[ $1 = --version ] || exit 9\necho x > asked\necho Open MPI\n")
+    mpirun.write_text("#!/bin/sh\n[ $1 = --version ] || exit 9\necho > asked\ncat < told\necho Open MPI\n")
     mpirun.chmod(0o755)
     launcher.env["PATH"] = f"{launcher.folder}{os.pathsep}{launcher.env['PATH']}"
     process = launcher.start("--launcher", "mpi", "--config", "c.yaml", "script.py")
-    with (launcher.folder / "asked").open() as pipe:
-        process.send_signal(signal.SIGUSR1)
-        assert pipe.read() == "x\n"
+    (launcher.folder / "asked").read_text()
+    process.send_signal(signal.SIGUSR1)
+    (launcher.folder / "told").write_text("")
     code, _, err = finish(process)
     assert code == 75, err
     assert "SIGUSR1 came before the ranks were started" in err

@@ -76,17 +76,44 @@ def test_heap_for_seven_billion_parameters_on_eight_gpus() -> None:
 # -- more than one user (USER_CASES 7) -----------------------------------------------------------------------
 
 
-def _library(pe: int, size: int) -> start.Nvshmem:
-    core = types.SimpleNamespace(my_pe=lambda: pe, n_pes=lambda: size)
+def _library(pe: int, size: int, *, running: bool = True) -> start.Nvshmem:
+    core = types.SimpleNamespace(
+        my_pe=lambda: pe,
+        n_pes=lambda: size,
+        init_status=lambda: int(running),
+        InitStatus=types.SimpleNamespace(STATUS_IS_INITIALIZED=1),
+    )
     return start.Nvshmem(core, None, "NVSHMEM 3.4.5")
 
 
+def _states(*states: str) -> Callable[[str], list[str]]:
+    """What ranks tell each other, this one among them."""
+
+    def exchange(mine: str) -> list[str]:
+        assert mine in states
+        return list(states)
+
+    return exchange
+
+
 def test_running_library_is_adopted_only_with_the_same_ranks() -> None:
-    start._adopt(_library(3, 8), 3, 8)
-    with pytest.raises(ConfigError, match="as PE 3 of 8, but this job has rank 3 of 32"):
-        start._adopt(_library(3, 8), 3, 32)
-    with pytest.raises(ConfigError, match="as PE 3 of 8, but this job has rank 4 of 8"):
-        start._adopt(_library(3, 8), 4, 8)
+    """However it was started: by a unique id, by MPI's communicator, by PMIx."""
+    pair = _states("as PE 0 of 2", "as PE 1 of 2")
+    assert start._adopt(_library(0, 2), 0, 2, pair)
+    assert start._adopt(_library(1, 2), 1, 2, pair)
+    assert not start._adopt(_library(0, 2, running=False), 0, 2, _states("not at all", "not at all"))
+    swapped = _states("as PE 1 of 2", "as PE 0 of 2")
+    with pytest.raises(ConfigError, match="on rank 0 as PE 1 of 2, but this job has rank 0 of 2"):
+        start._adopt(_library(1, 2), 0, 2, swapped)
+    with pytest.raises(ConfigError, match="on rank 0 as PE 0 of 2, but this job has rank 0 of 4"):
+        start._adopt(_library(0, 2), 0, 4, _states(*["as PE 0 of 2", "as PE 1 of 2"] * 2))
+
+
+def test_library_that_runs_in_some_processes_only_is_refused_in_all() -> None:
+    for running in (True, False):  # the same words on both ranks, instead of one that waits for the other
+        states = _states("as PE 0 of 2", "not at all")
+        with pytest.raises(ConfigError, match="on rank 1 not at all, but this job has rank 1 of 2"):
+            start._adopt(_library(0, 2, running=running), 0 if running else 1, 2, states)
 
 
 def _versions(rank: int, world_size: int) -> None:
