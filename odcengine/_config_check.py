@@ -365,6 +365,10 @@ def _backend_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], s
             "set deepspeed.zero_optimization.stage3_max_live_parameters and stage3_max_reuse_distance",
         ),
         "model.compile": (config.model.compile, "not with odc.backend: deepspeed; expected false"),
+        "model.reference": (
+            config.model.reference is not None,
+            "not with odc.backend: deepspeed; expected null",
+        ),
         "checkpoint.dir": (
             config.checkpoint.dir is not None,
             "checkpoints are DeepSpeed's: call engine.save_checkpoint(dir) in the script, and remove it",

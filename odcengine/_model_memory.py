@@ -106,11 +106,12 @@ class ModelMemory:
         window: parameters that others pull.
         accumulator: sums of gradients that others push.
         weights: this rank's shard of the weights that the optimizer changes.
-        frozen: this rank's shard of the others.
+        frozen: this rank's shard of the others, those of the reference model with them.
         optimizer: its states.
         exchange: received from other nodes at the end of a step, at most at once.
         gathered: full parameters and gradients of the blocks at hand, at most.
         heap_needed: bytes of NVSHMEM's heap that are used with ``odc.transport: nvshmem``.
+        reference: what of ``window`` and ``frozen`` is the reference model's.
     """
 
     window: int
@@ -121,6 +122,7 @@ class ModelMemory:
     exchange: int
     gathered: int
     heap_needed: int
+    reference: int = 0
 
     @property
     def total(self) -> int:
@@ -141,7 +143,11 @@ def optimizer_states(kind: str, *, amsgrad: bool = False, momentum: bool = False
 
 
 def plan_memory(
-    groups: Sequence[GroupShapes], world_size: int, num_nodes: int, training: Training
+    groups: Sequence[GroupShapes],
+    world_size: int,
+    num_nodes: int,
+    training: Training,
+    reference: Sequence[GroupShapes] = (),
 ) -> ModelMemory:
     """The memory of one rank.
 
@@ -150,13 +156,14 @@ def plan_memory(
         world_size: number of ranks, N.
         num_nodes: M of the windows: 1 for full sharding, the number of nodes for hybrid.
         training: settings.
+        reference: groups of the reference model, of which nothing is trained.
 
     Raises:
         ConfigError: M does not divide N.
     """
     if num_nodes < 1 or world_size % num_nodes:
         raise ConfigError(f"{world_size} ranks cannot be divided between {num_nodes} nodes")
-    window = accumulator = weights = frozen = states = 0
+    window = accumulator = weights = frozen = states = of_reference = 0
     received: list[int] = []
     node_size = world_size // num_nodes
     for group in groups:
@@ -177,6 +184,12 @@ def plan_memory(
         accumulator += aligned(num_nodes * slots * shard * summed)
         if num_nodes > 1:
             received.append(num_nodes * shard * summed)
+    for group in reference:
+        held = group.frozen_numel(world_size) * group.frozen_itemsize
+        published = 0 if training.collective else aligned(num_nodes * held)
+        frozen += held
+        window += published
+        of_reference += held + published
     return ModelMemory(
         window=window,
         accumulator=accumulator,
@@ -184,18 +197,27 @@ def plan_memory(
         frozen=frozen,
         optimizer=states,
         exchange=peak(received),
-        gathered=_gathered(groups, training),
+        gathered=_gathered(groups, reference, training),
         heap_needed=heap_needed(window + accumulator, node_size, Ring()),
+        reference=of_reference,
     )
 
 
-def _gathered(groups: Sequence[GroupShapes], training: Training) -> int:
-    """The root and two blocks with their parameters, and the gradients of the larger of them."""
+def _gathered(groups: Sequence[GroupShapes], reference: Sequence[GroupShapes], training: Training) -> int:
+    """Root and two blocks of either model, and the gradients of one block of the model that is trained.
 
-    nbytes = {id(group): group.gathered_nbytes(bf16=training.bf16) for group in groups}
-    blocks = sorted((nbytes[id(group)] for group in groups if group.name), reverse=True)
-    root = sum(nbytes[id(group)] for group in groups if not group.name)
-    held = sum(blocks) if training.keeps_gathered else sum(blocks[:_GATHERED_BLOCKS])
+    The roots of both stay: a loss may evaluate the reference beside the model.
+    """
+    bf16 = training.bf16
+    root, held = _whole(groups, bf16=bf16, keeps_gathered=training.keeps_gathered)
+    reference_root, evaluated = _whole(reference, bf16=bf16, keeps_gathered=False)
     # As autograd makes them, and in the order of ranks.
-    gradients = 2 * max((group.gradient_nbytes(bf16=training.bf16) for group in groups), default=0)
-    return root + held + gradients
+    gradients = 2 * max((group.gradient_nbytes(bf16=bf16) for group in groups), default=0)
+    return root + reference_root + max(held + gradients, evaluated)
+
+
+def _whole(groups: Sequence[GroupShapes], *, bf16: bool, keeps_gathered: bool) -> tuple[int, int]:
+    """Bytes of the root's parameters, and of the largest blocks that are gathered at once."""
+    blocks = sorted((group.gathered_nbytes(bf16=bf16) for group in groups if group.name), reverse=True)
+    root = sum(group.gathered_nbytes(bf16=bf16) for group in groups if not group.name)
+    return root, sum(blocks if keeps_gathered else blocks[:_GATHERED_BLOCKS])

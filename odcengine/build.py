@@ -51,6 +51,7 @@ from odcengine.sharding.base import Sharding
 from odcengine.sharding.collective import CollectiveSharding
 from odcengine.sharding.layout import find_groups, padding_notice
 from odcengine.sharding.on_demand import OnDemandSharding, plan_windows, slots_of
+from odcengine.sharding.report import describe_shards
 from odcengine.sharding.wrap import block_modules, check_model, group_modules, shard_model
 from odcengine.start import Job, equalize_weights, join, make_transport
 from odcengine.topology import read_rank_info
@@ -96,7 +97,7 @@ def initialize(
         length_fn: length of a sample in tokens, for the load balancer.
         reference: a frozen model that is only evaluated, sharded over the same ranks by the same means:
             ``engine.reference``. A model like ``model``, or what the keys ``model.path`` and ``model.config``
-            take.
+            take; by default what the key ``model.reference`` names.
 
     Returns:
         ``(engine, optimizer, loader, scheduler)``; the last two are None where there is none.
@@ -112,6 +113,13 @@ def initialize(
             "odcengine.initialize: give config=..., or start the script with odc-launch --config"
         )
     settings = load_config(source)
+    if settings.model.reference is not None:
+        if reference is not None:
+            raise ConfigError(
+                "reference: odcengine.initialize was given one, and model.reference names "
+                f"{settings.model.reference}; leave reference=... away, or remove the key"
+            )
+        reference = settings.model.reference
     if settings.odc.backend == "deepspeed":
         if reference is not None:
             raise ConfigError("reference: not with odc.backend: deepspeed; expected fsdp2")
@@ -407,14 +415,18 @@ def _shard(
     if notice is not None and topology.rank == 0:
         logger.warning("model: %s", notice)
     both: nn.Module = model
+    num_own = len(groups)
     if frozen is not None:
         _shard_reference(frozen, mesh, param_dtype, config, job)
         groups += frozen.groups(len(groups), param_dtype)
         both = nn.ModuleList([model, frozen.model])
-    if collective:
-        return CollectiveSharding(both, groups, job.control), None, parameters
     grid, deterministic = Grid.of(job.topology), config.odc.deterministic
     num_slots = slots_of(grid, deterministic=deterministic)
+    if topology.rank == 0:
+        windows = None if collective else plan_windows(groups, grid.num_nodes, num_slots)
+        logger.info("%s", describe_shards(groups, num_own, windows))
+    if collective:
+        return CollectiveSharding(both, groups, job.control), None, parameters
     transport = make_transport(job, config, plan_windows(groups, grid.num_nodes, num_slots))
     sharding = OnDemandSharding(
         both,

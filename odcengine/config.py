@@ -471,6 +471,12 @@ class Model(_Section):
     dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
         default=None, description="Type of the weights; null: as stored, float32 for random ones."
     )
+    reference: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory or name of a frozen model that is sharded as well and only evaluated, as "
+        "engine.reference (docs/rl.md); also for a model from the script. odc-launch --plan counts it.",
+    )
     lora: Lora | None = Field(
         default=None, description="Train low-rank adapters by peft instead of the weights; null: no."
     )

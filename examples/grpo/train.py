@@ -47,7 +47,8 @@ def main() -> None:
     if source is None:
         raise ConfigError("no model: give --model DIRECTORY, or model.config in the configuration")
     tokenizer = make_tokenizer(source)
-    engine, optimizer, _, _ = odcengine.initialize(config=config, reference=source)
+    reference = source if config.model.reference is None else None
+    engine, optimizer, _, _ = odcengine.initialize(config=config, reference=reference)
     rank, world_size = engine.topology.rank, engine.topology.world_size
     torch.manual_seed(config.seed + rank)  # ranks sample different answers
     dice = random.Random(f"{config.seed}-{rank}")

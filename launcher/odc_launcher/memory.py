@@ -31,7 +31,11 @@ _ROWS = (
     ("exchange", "received from other nodes, at a step's end"),
     ("gathered", "gathered blocks and their gradients, at most"),
     ("total", "in all, without activations"),
+    ("reference", "of this, window and weights of the reference"),
     ("heap", "NVSHMEM's heap, which holds the windows"),
+)
+_NOT_COUNTED = (
+    "not in it: a reference model that the script gives (reference=...); name it in model.reference instead"
 )
 
 
@@ -55,7 +59,8 @@ def describe_memory(
 
     Returns:
         ``full`` and, on several nodes, ``hybrid`` in bytes, ``taken``, and NVSHMEM's ``heap``; or ``unknown``
-        with the reason.
+        with the reason. ``num_reference`` is None where the configuration names no reference model; the
+        script may still give one, which is not counted then.
 
     Raises:
         ConfigError: ``NVSHMEM_SYMMETRIC_SIZE`` is too small.
@@ -66,12 +71,13 @@ def describe_memory(
     if isinstance(shapes, str):
         return {"unknown": f"decided in the ranks: {shapes}"}
     groups = [GroupShapes.of(group) for group in shapes["groups"]]
+    reference = [GroupShapes.of(group) for group in shapes["reference"] or ()]
     training = _training(config, world_size)
-    full = plan_memory(groups, world_size, 1, training)
+    full = plan_memory(groups, world_size, 1, training, reference)
     levels = num_nodes if config.odc.node_size is None else world_size // config.odc.node_size
     hybrid = None
     if levels > 1 and world_size % levels == 0 and not training.collective:
-        hybrid = plan_memory(groups, world_size, levels, training)
+        hybrid = plan_memory(groups, world_size, levels, training, reference)
     taken = "hybrid" if hybrid is not None and config.odc.sharding != "full" else "full"
     chosen = hybrid if hybrid is not None and taken == "hybrid" else full
     nvshmem, heap = config.odc.transport == "nvshmem", None
@@ -81,6 +87,7 @@ def describe_memory(
     return {
         "num_parameters": shapes["num_parameters"],
         "num_trained": shapes["num_trained"],
+        "num_reference": sum(group.numel for group in reference) if reference else None,
         "ranks": world_size,
         "nodes": levels,
         "optimizer": training.optimizer,
@@ -127,6 +134,8 @@ def render_memory(data: Mapping[str, Any]) -> list[str]:
     columns = [name for name in ("full", "hybrid") if data[name] is not None]
     trained = data["num_trained"]
     of_them = "" if trained == data["num_parameters"] else f" ({trained:,} trained)"
+    reference = data["num_reference"]
+    of_them += "" if reference is None else f" and {reference:,} of the reference model"
     nodes = f" on {data['nodes']} nodes" if data["nodes"] > 1 else ""
     lines = [
         f"memory of each of {data['ranks']} ranks{nodes}, {data['num_parameters']:,} parameters{of_them}, "
@@ -143,6 +152,8 @@ def render_memory(data: Mapping[str, Any]) -> list[str]:
     heap = data["heap"]
     if heap is not None:
         lines.append(f"  heap that is set: {_gib(heap['bytes'])} ({heap['reason']})")
+    if reference is None:
+        lines.append(f"  {_NOT_COUNTED}")
     return lines
 
 

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from odcengine.config import Config, load_config
 from odcengine.errors import ConfigError
 from odcengine.models.adapter import add_lora, freeze
 from odcengine.models.load import meta_model
-from odcengine.sharding.wrap import group_modules
+from odcengine.sharding.wrap import block_modules, group_modules
 
 
 def model_shapes(config: Config) -> dict[str, Any]:
@@ -27,7 +29,8 @@ def model_shapes(config: Config) -> dict[str, Any]:
     Returns:
         ``num_parameters``, ``num_trained`` and ``groups``, each with ``name`` ("" for the root), ``shapes``
         and ``itemsize`` of what is trained, ``frozen`` and ``frozen_itemsize`` of the rest; a parameter that
-        is used twice is listed once.
+        is used twice is listed once. ``reference`` has such groups of the model that ``model.reference``
+        names, or is None.
 
     Raises:
         ConfigError: the configuration names no model, or there is none.
@@ -39,8 +42,22 @@ def model_shapes(config: Config) -> dict[str, Any]:
     if config.model.lora is not None:
         model = add_lora(model, config.model.lora, base=None, only_shapes=True)
     freeze(model, config.model.freeze or ())
+    parameters = list(model.parameters())
+    return {
+        "num_parameters": sum(p.numel() for p in parameters),
+        "num_trained": sum(p.numel() for p in parameters if p.requires_grad),
+        "groups": _groups(model, group_modules(model, config.odc.wrap, config.odc.experts)),
+        "reference": None if config.model.reference is None else _reference(config.model.reference, config),
+    }
+
+
+def _reference(source: str, config: Config) -> list[dict[str, Any]]:
+    model = meta_model(source, dtype="bfloat16" if config.bf16.enabled else None).requires_grad_(False)
+    return _groups(model, block_modules(model, config.odc.wrap))
+
+
+def _groups(model: nn.Module, blocks: Sequence[nn.Module]) -> list[dict[str, Any]]:
     names = {id(module): name for name, module in model.named_modules()}
-    blocks = group_modules(model, config.odc.wrap, config.odc.experts)
     groups = []
     seen: set[int] = set()
     # Inner blocks first: a parameter belongs to the innermost, as in shard_model.
@@ -59,12 +76,7 @@ def model_shapes(config: Config) -> dict[str, Any]:
                     "frozen_itemsize": max((parameter.itemsize for parameter in frozen), default=0),
                 }
             )
-    parameters = list(model.parameters())
-    return {
-        "num_parameters": sum(p.numel() for p in parameters),
-        "num_trained": sum(p.numel() for p in parameters if p.requires_grad),
-        "groups": groups,
-    }
+    return groups
 
 
 def main(arguments: Sequence[str]) -> int:

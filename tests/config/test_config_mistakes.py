@@ -246,6 +246,10 @@ def test_lone_surrogates(tmp_path: Path) -> None:
         (OK + "odc: {transport: shmm}", "got 'shmm'; did you mean shm? expected one of auto, shm"),
         (OK + "odc: {backend: deepspeed, lockstep: true}", "measures fsdp2 only; expected false"),
         (OK + "odc: {backend: deepspeed, wrap: [A]}", "DeepSpeed shards parameter by parameter; remove it"),
+        (
+            OK + "odc: {backend: deepspeed}\nmodel: {reference: m}",
+            "not with odc.backend: deepspeed; expected null",
+        ),
         (OK + "deepspeed: {a: 1}", "is for odc.backend: deepspeed only; remove it, or set the backend"),
         (OK + "odc: {deterministic: true}\nbalance: {strategy: dynamic}", "dynamic gives work to whoever"),
         (OK + "odc: {deterministic: true}\nbalance: {learn_costs: true}", "depend on measured times"),

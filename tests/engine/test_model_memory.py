@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from distributed import run_ranks, values
 
+import odcengine
 from odcengine import _in_flight as in_flight
 from odcengine import _model_memory as memory
 from odcengine.config import load_config
+from odcengine.errors import ConfigError
+from odcengine.models import load_model
 from odcengine.models.shapes import main, model_shapes
 
 # 21 x 24 embeddings, tied: neither 2 nor 4 ranks divide the rows, so shards are padded.
@@ -31,23 +35,39 @@ def config(**odc: Any) -> dict[str, Any]:
     return {
         "train_batch_size": 4,
         "steps_per_print": 0,
-        "model": {"config": MODEL | {"tie_word_embeddings": odc.pop("tied", True)}},
+        "model": {
+            "config": MODEL | {"tie_word_embeddings": odc.pop("tied", True)},
+            "reference": odc.pop("reference", None),
+        },
         "bf16": {"enabled": odc.pop("bf16", False)},
         "optimizer": odc.pop("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}}),
         "odc": {"transport": "shm", **odc},
     }
 
 
-def groups_of(settings: dict[str, Any]) -> list[memory.GroupShapes]:
+def groups_of(settings: dict[str, Any], which: str = "groups") -> list[memory.GroupShapes]:
     shapes = model_shapes(load_config(settings))
-    return [memory.GroupShapes.of(group) for group in shapes["groups"]]
+    return [memory.GroupShapes.of(group) for group in shapes[which] or ()]
 
 
-def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, int]:
-    import odcengine
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
     from odcengine.sharding.on_demand import plan_windows
 
     torch.set_num_threads(1)
+    logger, log = logging.getLogger("odcengine.build"), Lines()
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
     engine, optimizer, _, _ = odcengine.initialize(config=settings)
     with engine:
         ids = torch.arange(8)[None]
@@ -56,11 +76,14 @@ def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, 
         assert engine.transport is not None
         grid, groups = engine.transport.grid, engine._sharding.groups
         plan = plan_windows(groups, grid.num_nodes)
-        by_kind = {"parameters": 0, "accumulator": 0}
+        by_kind = {"parameters": 0, "accumulator": 0, "reference": 0}
         for spec, start, end in zip(
             plan.specs, plan.offsets, (*plan.offsets[1:], plan.total_nbytes), strict=True
         ):
             by_kind[spec.name.split()[0]] += end - start
+            if "reference" in spec.name:
+                by_kind["reference"] += end - start
+        frozen = [] if engine.reference is None else list(engine.reference.parameters())
         states = [
             value
             for state in optimizer.state.values()
@@ -72,7 +95,10 @@ def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, 
             "accumulator": by_kind["accumulator"],
             "weights": sum(p.to_local().nbytes for p in engine.module.parameters()),  # type: ignore[attr-defined]
             "optimizer": sum(state.to_local().nbytes for state in states),  # type: ignore[attr-defined]
+            "frozen": sum(p.to_local().nbytes for p in frozen),  # type: ignore[attr-defined]
+            "published": by_kind["reference"],
             "num_nodes": grid.num_nodes,
+            "log": [line for line in log.lines if line.startswith("memory of")],
         }
 
 
@@ -80,22 +106,45 @@ def _measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, 
     ("world_size", "odc", "training"),
     [
         (2, {}, memory.Training()),
-        (4, {"sharding": "hybrid", "node_size": 2, "bf16": True}, memory.Training(bf16=True)),
+        (4, {"sharding": "hybrid", "node_size": 2, "bf16": True, "reference": 4}, memory.Training(bf16=True)),
     ],
 )
-def test_prediction(world_size: int, odc: dict[str, Any], training: memory.Training) -> None:
+def test_prediction(world_size: int, odc: dict[str, Any], training: memory.Training, tmp_path: Path) -> None:
+    """In bf16 and on two nodes with a reference model of other sizes, that has weights in a file."""
+    with_reference = "reference" in odc
+    if with_reference:
+        layers = {"num_hidden_layers": odc["reference"], "tie_word_embeddings": False}
+        load_model(MODEL | layers).save_pretrained(tmp_path)  # type: ignore[operator]
+        odc = odc | {"reference": str(tmp_path)}
     settings = config(**odc)
     found = values(run_ranks(_measure, world_size, settings))
-    planned = memory.plan_memory(groups_of(config(**odc)), world_size, found[0]["num_nodes"], training)
+    reference = groups_of(config(**odc), "reference")
+    planned = memory.plan_memory(
+        groups_of(config(**odc)), world_size, found[0]["num_nodes"], training, reference
+    )
     for measured in found:
         assert measured["window"] == planned.window
         assert measured["accumulator"] == planned.accumulator
+    assert max(measured["frozen"] for measured in found) <= planned.frozen
+    assert planned.reference == found[0]["published"] + planned.frozen
+    assert sum(measured["frozen"] for measured in found) == 2 * sum(group.numel for group in reference)
+    (line,) = found[0]["log"]
+    assert all(measured["log"] == [] for measured in found[1:])
+    assert ("the reference model has" in line) == with_reference
+    windows = found[0]["window"] + found[0]["accumulator"]
+    assert f"windows {windows / 2**30:.3g} GiB" in line
+    assert f"weights {(found[0]['weights'] + found[0]['frozen']) / 2**30:.3g} GiB" in line
     # Padding is not stored: the fullest rank has all of it, the sum all of the model.
     assert max(measured["weights"] for measured in found) <= planned.weights
     assert max(measured["optimizer"] for measured in found) <= planned.optimizer
     numel = sum(group.numel for group in groups_of(config(**odc)))
     assert sum(measured["weights"] for measured in found) == 4 * numel
     assert sum(measured["optimizer"] for measured in found) == 4 * training.states * numel
+
+
+def test_two_references_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.reference names a/model; leave reference=... away"):
+        odcengine.initialize(config=config(reference="a/model"), reference=MODEL)
 
 
 def test_seven_billion_parameters_on_eight_gpus() -> None:

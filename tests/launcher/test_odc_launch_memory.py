@@ -15,19 +15,15 @@ from odcengine.config import Config, load_config
 from odcengine.errors import ConfigError
 
 GIB = 1 << 30
+GROUPS: list[dict[str, Any]] = [
+    {"name": f"layers.{n}", "shapes": [[102_400, 1000]], "itemsize": 2, "frozen": [], "frozen_itemsize": 0}
+    for n in range(10)
+]
 SHAPES = {
     "num_parameters": 1_024_000_000,
     "num_trained": 1_024_000_000,
-    "groups": [
-        {
-            "name": f"layers.{n}",
-            "shapes": [[102_400, 1000]],
-            "itemsize": 2,
-            "frozen": [],
-            "frozen_itemsize": 0,
-        }
-        for n in range(10)
-    ],
+    "reference": None,
+    "groups": GROUPS,
 }
 
 
@@ -64,6 +60,29 @@ def test_one_node(describe: Any) -> None:
     text = "\n".join(memory.render_memory(found))
     assert "memory of each of 8 ranks, 1,024,000,000 parameters, AdamW (sharding: full):" in text
     assert "hybrid" not in text
+    assert "not in it: a reference model that the script gives (reference=...)" in text
+
+
+def test_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shards and their published copy in 16 bits, and its gathered blocks; no gradients, no states."""
+    frozen = [{**group, "shapes": [], "frozen": group["shapes"], "frozen_itemsize": 2} for group in GROUPS]
+    found = []
+    for reference in (None, frozen, [{**group, "name": ""} for group in frozen]):
+        shapes = {**SHAPES, "reference": reference}
+        monkeypatch.setattr(memory, "read_shapes", lambda *_, shapes=shapes: shapes)
+        found.append(memory.describe_memory(config(transport="nvshmem"), "c.yaml", 32, 4, {}))
+    without, blocks, root = (data["hybrid"] for data in found)
+    shard = 1_024_000_000 * 2 // 32
+    assert blocks["frozen"] - without["frozen"] == shard
+    assert blocks["window"] - without["window"] == 4 * shard
+    assert blocks["reference"] == 5 * shard
+    assert blocks["total"] - without["total"] == 5 * shard  # gathered when the model's blocks are not
+    assert root["total"] - without["total"] == 5 * shard + 1_024_000_000 * 2
+    assert found[1]["heap"]["needed"] - found[0]["heap"]["needed"] == 4 * shard
+    text = "\n".join(memory.render_memory(found[1]))
+    assert "1,024,000,000 parameters and 1,024,000,000 of the reference model, AdamW" in text
+    assert "of this, window and weights of the reference" in text
+    assert "not in it" not in text
 
 
 def test_several_nodes_show_the_price_of_hybrid(describe: Any) -> None:

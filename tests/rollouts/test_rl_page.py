@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from distributed import run_ranks, values
+
+from odcengine.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "rl.md").read_text()
@@ -32,6 +35,11 @@ def test_code_runs() -> None:
     for count, num_samples, shape in values(run_ranks(_run_code, 2, timeout_s=200)):
         assert (count, num_samples) == (2 * (3 + 6), 4)
         assert shape[1] <= 3 + 8
+
+
+def test_configuration_is_valid() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert load_config({"train_batch_size": 4, **yaml.safe_load(text)}).model.reference == "models/my-llama"
 
 
 def run(words: list[str], folder: Path, *more: str) -> str:
