@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from odcengine.data import MicroBatch
+from odcengine.data.finite import check_fields_are_finite
 from odcengine.data.vocabulary import check_micro_batch
 from odcengine.errors import UsageError
 from odcengine.losses import LossSum, causal_lm_loss_sum
@@ -65,8 +66,10 @@ class SummedLoss:
             trains: whether a backward will follow.
         """
         moved = micro_batch
-        if isinstance(micro_batch, MicroBatch) and self._vocab_size is not None:
-            check_micro_batch(micro_batch, self._vocab_size)
+        if isinstance(micro_batch, MicroBatch):
+            if self._vocab_size is not None:
+                check_micro_batch(micro_batch, self._vocab_size)
+            check_fields_are_finite(micro_batch)
         if isinstance(micro_batch, MicroBatch) and micro_batch.input_ids.device.type != self._device.type:
             moved = micro_batch.to(self._device)
         loss = (loss_fn or self._loss_fn)(model, moved)

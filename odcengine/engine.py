@@ -346,7 +346,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         busy_s, wait_s, boundary_start = self._times(arrived, met)
         with control.phase(Phase.AGREE):
             sums, of_ranks, used = self._sum_over_ranks(
-                [loss_sum, squared_norm, *self._known_sums()], [busy_s, wait_s, self._monitor.tally.tokens]
+                [loss_sum, squared_norm, *self._known_sums()],
+                [busy_s, wait_s, self._monitor.tally.tokens, not math.isfinite(loss_sum)],
             )
             agreed = _Agreed.of(sums, of_ranks, used)
         with control.phase(Phase.UPDATE):
@@ -373,7 +374,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         with control.phase(Phase.AGREE):
             known, (tokens,), used = self._sum_over_ranks(self._known_sums(), [self._monitor.tally.tokens])
             device.sum_over_ranks(mine)
-            fetch = device.start_fetch(mine)
+            fetch = device.start_fetch(torch.cat([mine, self._loss_sum[None]]))
         count = known[0]
         with control.phase(Phase.UPDATE):
             if count:
@@ -389,11 +390,13 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
             self._sharding.publish(Changed.TRAINABLE if count else Changed.NONE)
         self._garbage.collect()
         with control.phase(Phase.FETCH):
-            loss_sum, squared_norm, *faults = fetch(control)
+            loss_sum, squared_norm, *faults, own_loss_sum = fetch(control)
             self._sharding.raise_faults(faults)
             busy_s, wait_s, boundary_start = self._times(arrived, met)
-            _, (busy, wait), _ = self._sum_over_ranks([], [busy_s, wait_s])
-            agreed = _Agreed.of([loss_sum, squared_norm, *known], [busy, wait, tokens], used)
+            _, (busy, wait, odd), _ = self._sum_over_ranks(
+                [], [busy_s, wait_s, not math.isfinite(own_loss_sum)]
+            )
+            agreed = _Agreed.of([loss_sum, squared_norm, *known], [busy, wait, tokens, odd], used)
             applied = self._reports_learning(agreed)
             if applied and self.scheduler is not None:
                 self.scheduler.step()
@@ -455,6 +458,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
             return True
         if self.topology.rank == 0:
             reason = "its gradient is not finite" if agreed.count else "it has nothing to learn"
+            odd = ", ".join(map(str, agreed.odd_losses[:8])) + ", ..." * (len(agreed.odd_losses) > 8)
+            reason += f", nor is the loss of rank {odd}" if odd and agreed.count else ""
             logger.warning("step %d is skipped on all ranks: %s", self.global_steps, reason)
         return False
 
@@ -668,6 +673,7 @@ class _Agreed:
     tokens: tuple[int, ...] | None
     flops: float | None
     used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
+    odd_losses: tuple[int, ...]  # ranks whose loss is not finite
     num_left: int  # ranks that left the loop over their minibatch early
     votes: list[float]  # on the checkpoint that is being saved
     stops: int  # ranks that were asked to stop
@@ -675,7 +681,7 @@ class _Agreed:
     @classmethod
     def of(cls, sums: list[float], of_ranks: list[list[float]], used: torch.Tensor) -> _Agreed:
         loss_sum, squared_norm, count, micro_batches, samples, flops, left, *votes, stops = sums
-        busy, wait, tokens = of_ranks
+        busy, wait, tokens, odd = of_ranks
         return cls(
             loss_sum=loss_sum,
             count=count,
@@ -688,6 +694,7 @@ class _Agreed:
             flops=None if math.isnan(flops) else flops,
             used=used,
             num_left=round(left),
+            odd_losses=tuple(rank for rank, is_odd in enumerate(odd) if is_odd),
             votes=votes,
             stops=round(stops),
         )

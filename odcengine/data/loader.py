@@ -30,7 +30,9 @@ import torch
 
 from odcengine.balance import Fit, OnlineCost
 from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, make_plan
+from odcengine.data.batch import MicroBatch
 from odcengine.data.dataset import TokenDataset
+from odcengine.data.finite import check_sample_is_finite
 from odcengine.data.lengths import MapDataset, is_token_sample, measure, naming
 from odcengine.data.minibatch import LocalCounter, Minibatch
 from odcengine.data.pack import num_targets_of, pack_samples, truncate_sample
@@ -490,24 +492,33 @@ class MinibatchLoader:
 
     def _load(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
         """The micro-batch of some samples of a minibatch; a dummy for none."""
-        if self.packs:
-            samples = [self._sample(index) for index in sample_ids]
-            batch = pack_samples(
-                samples,
-                sample_ids=sample_ids,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                fields=self.fields,
+        try:
+            return self._packed(sample_ids) if self.packs else self._collated(minibatch, sample_ids)
+        except UsageError as error:
+            raise UsageError(f"{error} (in a micro-batch of rank {self.rank})") from error
+
+    def _packed(self, sample_ids: tuple[int, ...]) -> MicroBatch:
+        batch = pack_samples(
+            [self._sample(index) for index in sample_ids],
+            sample_ids=sample_ids,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            fields=self.fields,
+        )
+        if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
+            raise UsageError(
+                f"samples {list(sample_ids)} have {batch.num_tokens} tokens together instead of "
+                f"{self.lengths[list(sample_ids)].sum()}, more than the {self.max_tokens} of a "
+                "micro-batch; correct the data set's attribute lengths, or length_fn"
             )
-            if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
-                raise UsageError(
-                    f"samples {list(sample_ids)} have {batch.num_tokens} tokens together instead of "
-                    f"{self.lengths[list(sample_ids)].sum()}, more than the {self.max_tokens} of a "
-                    "micro-batch; correct the data set's attribute lengths, or length_fn"
-                )
-            if self.vocab_size is not None:
-                check_micro_batch(batch, self.vocab_size)
-            return batch
-        samples = [self._sample(index) for index in sample_ids or minibatch.sample_ids[:1]]
+        if self.vocab_size is not None:
+            check_micro_batch(batch, self.vocab_size)
+        return batch
+
+    def _collated(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
+        samples = []
+        for index in sample_ids or minibatch.sample_ids[:1]:
+            samples.append(self._sample(index))
+            check_sample_is_finite(samples[-1], f"sample {index}")
         collate = self.collate_fn or torch.utils.data.default_collate
         with naming(f"samples {list(sample_ids)} cannot be put together"):
             return collate(samples)

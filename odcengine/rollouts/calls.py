@@ -16,6 +16,7 @@ from odcengine.balance import Plan
 from odcengine.config import Config
 from odcengine.control import ControlBlock, Meeting, Phase
 from odcengine.data import MicroBatch
+from odcengine.data.finite import check_sample_is_finite
 from odcengine.data.lengths import is_token_sample
 from odcengine.data.vocabulary import check_sample
 from odcengine.device import Device
@@ -279,6 +280,10 @@ class RolloutCalls(abc.ABC):
             if vocab_size is not None:
                 _check_vocabulary(tensors, vocab_size)
             self._prepare_packing(stock)
+        else:  # packing looks at the fields that it takes
+            rank = self._control.topology.rank
+            for number, sample in enumerate(tensors):
+                check_sample_is_finite(nested(sample), f"rank {rank}: sample {number}")
         wait = functools.partial(self._device.wait_for_backlog, self._control)
         return self._balancer.minibatch(
             tensors, stock, fields, collate_fn, self._next_serial(), wait, all_of=all_of

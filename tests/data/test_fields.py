@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from odcengine.data import MinibatchLoader, pack_samples
+from odcengine.data.finite import check_fields_are_finite, check_sample_is_finite
 from odcengine.data.pack import truncate_sample
 from odcengine.errors import UsageError
 
@@ -77,6 +79,70 @@ def test_fields_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     samples = [SAMPLES[0], {**SAMPLES[1], **changes}]
     with pytest.raises(UsageError, match=message):
         pack_samples(samples, fields=("old", "advantages"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"advantages": NAN},
+            "sample 1: advantages is not finite \\(nan\\) \\(in a micro-batch of rank 1\\)",
+        ),
+        ({"weights": torch.tensor([1.0, np.inf, 1.0]).bfloat16()}, "sample 1: weights is not finite \\(inf"),
+        ({"old_logprobs": [0.0, -1.0, -np.inf]}, "sample 1: old_logprobs is not finite \\(-inf"),
+        ({"sequences": [{}, {"rewards": np.array([1, NAN])}]}, "sample 1, sequence 1: rewards is not finite"),
+    ],
+)
+def test_numbers_that_are_not_finite_before_a_collation_of_ones_own(
+    changes: dict[str, Any], message: str
+) -> None:
+    samples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6], **changes}]
+    loader = MinibatchLoader(
+        samples,
+        train_batch_size=2,
+        rank=1,
+        world_size=2,
+        strategy="local_sort",
+        max_tokens=3,
+        shuffle=False,
+        length_fn=lambda sample: 3,
+        collate_fn=list,
+    )
+    with pytest.raises(UsageError, match=message):
+        list(next(iter(loader)))
+
+
+def test_what_no_loss_reads_may_be_anything_before_a_collation_of_ones_own() -> None:
+    tokens = [3, 4, 5, 6]
+    for sample in (
+        "text",
+        {"rewards": "good", "weights": None, "old_logprobs": [[1.0], []], "sequences": "ACGT"},
+        {"input_ids": tokens, "old_logprobs": [NAN, -1.0, -1.0, -1.0]},
+        {"input_ids": tokens, "old_logprobs": torch.tensor([NAN, NAN, -1, -1]), "loss_mask": [0, 0, 1, 1]},
+        {"input_ids": tokens, "weights": np.array([[NAN], [1], [NAN], [1]]), "labels": [1, 4, -100, 6]},
+        {"input_ids": tokens, "noise": NAN, "advantages": torch.zeros(1, device="meta")},
+    ):
+        check_sample_is_finite(sample, "sample 0")
+
+
+def test_fields_that_a_script_has_changed() -> None:
+    packed = pack_samples(
+        [*SAMPLES, PAIR], sample_ids=[6, 7, 8, 9], fields=("advantages",), pad_to_multiple_of=16
+    )
+    per_token = torch.zeros(packed.labels.shape)
+    check_fields_are_finite(packed)
+    check_fields_are_finite(dataclasses.replace(packed, fields={"bias": torch.full((3, 3), NAN)}))
+    check_fields_are_finite(
+        dataclasses.replace(packed, fields={"noise": per_token.masked_fill(packed.labels < 0, NAN)})
+    )
+    check_fields_are_finite(packed.to("meta"))
+    for field, number in (
+        (torch.tensor([0, 0, 0, 0, np.inf]), "sample 9: advantages is not finite .inf"),
+        (per_token.masked_fill(packed.labels == 4, NAN), "sample 8: advantages is not finite .nan"),
+        (per_token[..., None].masked_fill(packed.labels[..., None] == 4, NAN), "sample 8: advantages is"),
+    ):
+        with pytest.raises(UsageError, match=number):
+            check_fields_are_finite(dataclasses.replace(packed, fields={"advantages": field}))
 
 
 def test_wrong_shapes_of_values() -> None:

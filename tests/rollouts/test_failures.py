@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,21 @@ def _not_finite(engine: OdcEngine, rank: int) -> None:
     if rank == 1:
         samples[2]["advantages"] = float("nan")
     list(engine.balance(samples))
+
+
+def _not_finite_and_collated(engine: OdcEngine, rank: int) -> None:
+    samples = make_rollouts(0, 3)
+    if rank == 1:
+        samples[2]["old_logprobs"][-1] = float("-inf")
+    engine.balance(samples, collate_fn=list)
+
+
+def _not_finite_since(engine: OdcEngine, rank: int) -> None:
+    """A field that the script has put into the micro-batch."""
+    for batch in engine.balance(make_rollouts(0, 3)):
+        advantages = batch.fields["advantages"] * (float("nan") if rank == 1 else 1)
+        engine(dataclasses.replace(batch, fields={**batch.fields, "advantages": advantages}))
+    engine.step()
 
 
 def _of_completions_only(engine: OdcEngine, rank: int) -> None:
@@ -140,6 +156,12 @@ CASES: dict[str, tuple[Callable[[OdcEngine, int], None], dict[str, Any], list[st
         ["sample 1 has 33 tokens, but a micro-batch holds at most 32 (sample 0 of those that rank 1 gave)"],
     ),
     "not finite": (_not_finite, {}, ["advantages is not finite (nan) (sample 2 of those that rank 1 gave)"]),
+    "not finite and collated": (
+        _not_finite_and_collated,
+        {},
+        ["rank 1: sample 2: old_logprobs is not finite (-inf)", "rank 1 (host"],
+    ),
+    "not finite since": (_not_finite_since, {}, [": advantages is not finite (nan)", "rank 1 (host"]),
     "of completions only": (
         _of_completions_only,
         {},
