@@ -314,7 +314,7 @@ def test_thawing_after_initialize_is_refused() -> None:
 
 
 def _bad_gradient(rank: int, world_size: int) -> dict[str, Any]:
-    """Also by the way of GPUs, whose hosts learn of it after the update; fused optimizers run on CPUs, too."""
+    """Also by the way of GPUs, whose hosts learn of it after the update; fused optimizers run on CPUs too."""
     found: dict[str, Any] = {"in turn": _train_badly(rank, world_size, _engine())}
     with mock.patch.object(OdcEngine, "_runs_ahead", return_value=True):
         engine = odcengine.initialize(
