@@ -103,8 +103,8 @@ class Minibatch:
 
     @property
     def left_early(self) -> bool:
-        """Whether the last iteration was left before its end, or there was none at all."""
-        return not self._ended and (self._draw is not None or self._num_handed_out < len(self._planned))
+        """Whether the last iteration was left before samples of its end, or there was none at all."""
+        return not self._ended and (self._draw is not None or any(self._planned[self._num_handed_out :]))
 
     def explain_left(self) -> str:
         """Words for messages on how far the last iteration came, where it was left early."""

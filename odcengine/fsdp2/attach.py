@@ -155,7 +155,8 @@ class AttachedModel:
         rank has used. The gradients are gone after the step.
 
         Raises:
-            UsageError: ranks are at different places of the program, or gradients were held back.
+            UsageError: ranks are at different places of the program, have ended the last minibatch in
+                different ways (with the optimizer's step and without), or gradients were held back.
             PeerError: another rank failed, died or gave no sign of life.
         """
         self._require_open()
@@ -339,6 +340,8 @@ class AttachedModel:
         """Let go: the model trains with FSDP2's own collectives again. Collective, between minibatches.
 
         Raises:
+            UsageError: ranks are at different places of the program, or have ended the last minibatch in
+                different ways.
             PeerError: another rank failed before it came here.
         """
         if self._state is not _State.CLOSED:

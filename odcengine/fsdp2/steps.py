@@ -13,8 +13,6 @@ from odcengine.errors import UsageError
 
 NONE_YET = 0
 """The way in which no minibatch has ended: there was none."""
-
-
 _MOST = 40  # those from here on are one: the number has to stay exact in float64
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -379,6 +380,23 @@ def test_dummy_of_other_data_is_a_stand_in() -> None:
             given.append((text, loader.is_dummy))
         assert not loader.is_dummy
     assert sorted(given) == [("a", False), ("a", True), ("b", False)]
+
+
+def test_what_a_loop_that_is_left_early_has_not_come_to() -> None:
+    minibatch = make_loader(max_samples=1).minibatch(0)
+    assert minibatch.left_early
+    next(iter(minibatch))
+    assert minibatch.left_early
+    assert minibatch.explain_left() == "after 1 of 4 micro-batches, with 3 samples left"
+    assert len(list(itertools.islice(minibatch, 4))) == 4  # all of them, though not to the end
+    assert not minibatch.left_early
+    list(minibatch)
+    assert not minibatch.left_early
+    idle = [
+        make_loader(list("ab"), world_size=3, rank=rank, strategy="lb_micro", collate_fn="".join).minibatch(0)
+        for rank in range(3)
+    ]
+    assert sum(share.left_early for share in idle) == 2  # a stand-in is no loss
 
 
 def test_bad_arguments_come_all_at_once() -> None:

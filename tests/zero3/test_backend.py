@@ -14,6 +14,7 @@ from odcengine.config import load_config
 from odcengine.data import TokenDataset, pack_samples
 from odcengine.errors import ConfigError
 from odcengine.losses import GrpoLoss
+from odcengine.models import find_vocabulary
 
 pytest.importorskip("deepspeed")
 
@@ -52,6 +53,7 @@ def _train(rank: int, world_size: int, backend: str, data: str) -> dict[str, Any
     engine, _, loader, _ = odcengine.initialize(config=config(backend, data))
     zero3 = backend == "deepspeed"
     found, counts = [], []
+    assert find_vocabulary(engine.module) == MODEL["vocab_size"]  # however it is sharded
     with engine:
         for minibatch in loader:
             number = 0
