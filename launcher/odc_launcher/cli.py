@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import hashlib
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -31,7 +33,8 @@ _USAGE = (
 )
 _EPILOG = """\
 Everything after the script or module belongs to it. Ranks get torchrun's environment
-(RANK, WORLD_SIZE, LOCAL_RANK, ... MASTER_ADDR, MASTER_PORT), and ODC_CONFIG with --config.
+(RANK, WORLD_SIZE, LOCAL_RANK, ... MASTER_ADDR, MASTER_PORT), and ODC_CONFIG with --config;
+their standard input is empty.
 
 Where ranks run (--launcher auto): inside a step of srun or mpirun each task becomes the rank it is,
 or, with one task a node, starts --nproc-per-node ranks; inside an allocation of SLURM one step is
@@ -42,6 +45,22 @@ started with srun; with --nodes 2 or more elsewhere a job is submitted; else all
 Exit code: 2 for mistakes found before any process starts; else that of the rank that
 failed first (128 + N for signal N); 0 if all ranks succeeded.
 """
+
+
+_OTHERS_OPTIONS = {
+    "-n": "--nproc-per-node",
+    "-np": "--nproc-per-node",
+    "-N": "--nodes",
+    "--nproc": "--nproc-per-node",
+    "--nnodes": "--nodes",
+    "--standalone": None,
+    "--rdzv-backend": None,
+    "--rdzv-endpoint": None,
+    "--master-addr": None,
+    "--master-port": None,
+    "--node-rank": None,
+}
+"""Options of torchrun and MPI, and what they are here; None: odc-launch finds out by itself."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -421,7 +440,16 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     end = 0
     while end < len(argv) and argv[end].startswith("-") and argv[end] not in ("-m", "--"):
         end += 2 if argv[end] in takes_value else 1
-    options = parser.parse_args(argv[:end])
+    options, unknown = parser.parse_known_args(argv[:end])
+    if unknown:
+        parser.error(_unknown_option(unknown[0], [*parser._option_string_actions]))
+    for action in with_value:
+        given = getattr(options, action.dest)
+        if given == "" or (action.dest in ("nodes", "max_restarts") and given is not None and given < 0):
+            told = "is empty (a variable of the shell that is not set?)" if given == "" else f"is {given}"
+            parser.error(f"{action.option_strings[0]} {told}")
+    if options.nodes == 0:
+        parser.error("--nodes is 0: it takes at least 1")
     target = argv[end:]
     if target[:1] == ["--"]:
         target = target[1:]
@@ -430,14 +458,50 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, target
 
 
+def _unknown_option(word: str, known: Sequence[str]) -> str:
+    """Names the option that was meant, as far as one can tell."""
+    name = word.partition("=")[0]
+    if name.replace("_", "-") in _OTHERS_OPTIONS:
+        own = _OTHERS_OPTIONS[name.replace("_", "-")]
+        if own is None:
+            return f"{name} is not needed: odc-launch finds out (MASTER_ADDR and MASTER_PORT win where set)"
+        return f"no option {name}; it is {own} here"
+    near = difflib.get_close_matches(name, known, 1, 0.7)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    script = " (a script of this name: write --, then the script)" if os.path.exists(name) else ""
+    return f"no option {name}{meant}{script}"
+
+
 def _script_problems(script: str) -> list[str]:
+    if not script:
+        return ["the script's name is empty (a variable of the shell that is not set?)"]
     if not os.path.exists(script):
+        if shutil.which(script) is not None:
+            words = (
+                "leave it out" if os.path.basename(script).startswith("python") else "give a Python script"
+            )
+            return [f"{script} is a program; odc-launch starts Python itself: {words}"]
         return [f"script {script} does not exist (looked in {os.getcwd()})"]
     if os.path.isdir(script):
         return [f"script {script} is a directory; give the Python file, or -m and a module"]
     if not os.access(script, os.R_OK):
         return [f"script {script} cannot be read"]
+    interpreter = _interpreter(script)
+    if interpreter is not None and "python" not in interpreter:
+        return [f"script {script} is for {interpreter}, as its first line says; ranks run it by Python"]
     return []
+
+
+def _interpreter(script: str) -> str | None:
+    """What the first line of a script names (``#!``), if it does."""
+    try:
+        if not os.path.isfile(script):  # such as <(...) of a shell, which can be read once
+            return None
+        with open(script, "rb") as file:
+            line = file.readline(200)
+    except OSError:
+        return None
+    return line[2:].decode(errors="replace").strip() if line.startswith(b"#!") else None
 
 
 def _module_problems(module: str) -> list[str]:

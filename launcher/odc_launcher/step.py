@@ -25,6 +25,7 @@ _COMMAND_TIMEOUT_S = 60.0
 _POLL_S = 0.5
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEP_FILE = "step"
+_PATIENCE_S = 20.0  # with tasks that do not tell that they run; their folder may be on another host
 
 
 def find_program(*names: str) -> str | None:
@@ -60,13 +61,13 @@ def node_address(host: str) -> str | None:
 
 
 def announce(log_dir: str, environ: Mapping[str, str]) -> None:
-    """Rank 0's launcher tells the launch above which step of SLURM this is, so that it can signal it."""
-    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
-        with contextlib.suppress(OSError):  # without it signals go through srun
-            os.makedirs(log_dir, exist_ok=True)
-            part = Path(log_dir, _STEP_FILE + ".part")
-            part.write_text(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
-            part.replace(Path(log_dir, _STEP_FILE))
+    """Rank 0's launcher tells the launch above that it runs, and as which step of SLURM, to be signalled."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    with contextlib.suppress(OSError):  # without it signals go through srun or mpirun after a while
+        os.makedirs(log_dir, exist_ok=True)
+        part = Path(log_dir, _STEP_FILE + ".part")
+        part.write_text(".".join(environ[name] for name in names if name in environ))
+        part.replace(Path(log_dir, _STEP_FILE))
 
 
 def submit(plan: JobPlan) -> int:
@@ -174,7 +175,9 @@ def run(
         watch = _Watch(plan, process, wakeup)
         returncode = watch.wait()
     ends, signals, sent = failure.read_ends(plan.log_dir), plan.request.preemption_signals, watch.asked_by
-    preempted = failure.preempted(ends, plan.world_size, signals, sent)
+    preempted = None
+    if sent is not None or not watch.stopping:  # else mpirun has made a TERM for the ranks of it
+        preempted = failure.preempted(ends, plan.world_size, signals, sent)
     for line in failure.report(ends, preempted=preempted):
         _note(line)
     first = failure.primary(ends)
@@ -183,7 +186,7 @@ def run(
         _note(f"{plan.argv[0]} ended with {failure.describe(returncode)}; it says why above")
         # Its tasks may have been ended before they could tell.
         told = next((number.name for number in signals - {signal.SIGTERM} if code == 128 + number), None)
-        preempted = sent or told
+        preempted = sent or (None if watch.stopping else told)
         if preempted is not None:
             _note(f"{preempted} came before the ranks could tell how they ended: to go on in a new run")
     if preempted is not None:
@@ -207,7 +210,8 @@ class _Watch:
         self.stopping = False
         self.asked_by: str | None = None
         self._num_asked = 0
-        self._waiting: list[signal.Signals] = []  # the step has not told its number yet
+        self._waiting: list[signal.Signals] = []  # the tasks have not told yet that they run
+        self._patient_until = 0.0
         self._term_at = self._kill_at = float("inf")
 
     def wait(self) -> int:
@@ -220,7 +224,8 @@ class _Watch:
                     if number != signal.SIGCHLD:
                         self._take(signal.Signals(number))
             now = time.monotonic()
-            if self._waiting and self._step() is not None:
+            patient = self._plan.mode == "slurm" or now < self._patient_until
+            if self._waiting and not (patient and self._step() is None):
                 for number in self._waiting:
                     self._pass_on(number)
                 self._waiting.clear()
@@ -251,8 +256,10 @@ class _Watch:
             self._term_at = time.monotonic() + grace_s + TERM_GRACE_S
         else:
             _note(f"{number.name}: passed on to the ranks")
-        if self._plan.mode == "slurm" and self._step() is None:
+        # mpirun would take another signal than those that end it for one to tasks that are not there yet.
+        if (self._plan.mode == "slurm" or number not in _STOPS) and self._step() is None:
             self._waiting.append(number)
+            self._patient_until = time.monotonic() + _PATIENCE_S
         else:
             self._pass_on(number)
 

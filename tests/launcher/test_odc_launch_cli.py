@@ -252,6 +252,42 @@ def test_dry_run_starts_nothing_and_its_lines_run_in_a_shell(launcher: Launcher)
         assert "NOT_SHOWN" not in environ
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-n", "2", "script.py"], "no option -n; it is --nproc-per-node here"),
+        (["--nnodes=2", "script.py"], "no option --nnodes; it is --nodes here"),
+        (["--standalone", "script.py"], "--standalone is not needed"),
+        (["--master_port", "1", "script.py"], "--master_port is not needed"),
+        (["--max-restart", "1", "script.py"], "no option --max-restart; did you mean --max-restarts?"),
+        (["--zzz", "script.py"], "no option --zzz\n"),
+        (["-x.py"], "no option -x.py (a script of this name: write --, then the script)"),
+        (["--config", "", "script.py"], "--config is empty (a variable of the shell"),
+        (["--log-dir=", "script.py"], "--log-dir is empty"),
+        (["--nodes", "0", "script.py"], "--nodes is 0"),
+        (["--nodes", "-3", "script.py"], "--nodes is -3"),
+        (["--max-restarts", "-1", "script.py"], "--max-restarts is -1"),
+        ([""], "the script's name is empty"),
+        (["python3", "script.py"], "python3 is a program; odc-launch starts Python itself: leave it out"),
+        (["sh", "run.sh"], "sh is a program; odc-launch starts Python itself: give a Python script"),
+        (["run.sh"], "script run.sh is for /bin/bash -e, as its first line says"),
+    ],
+)
+def test_what_a_new_user_tries(launcher: Launcher, words: list[str], told: str) -> None:
+    launcher.write("open('started', 'w')")
+    (launcher.folder / "-x.py").touch()
+    (launcher.folder / "run.sh").write_text("#!/bin/bash -e\necho\n")
+    code, out, err = finish(launcher.start(*words))
+    assert (code, out) == (2, "")
+    assert told in err
+    assert not (launcher.folder / "started").exists()
+
+
+def test_scripts_that_say_python_in_their_first_line(launcher: Launcher) -> None:
+    (launcher.folder / "script.py").write_text("#!/usr/bin/env python3\nprint('ran')\n")
+    assert finish(launcher.start("script.py"))[:2] == (0, "[rank 0] ran\n")
+
+
 def test_log_folder_that_cannot_be_written(launcher: Launcher) -> None:
     launcher.write("open('started', 'w')")
     (launcher.folder / "file").touch()

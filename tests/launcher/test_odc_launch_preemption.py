@@ -118,6 +118,53 @@ def test_before_mpirun_starts(launcher: Launcher) -> None:
     assert "SIGUSR1 came before the ranks were started" in err
 
 
+MPIRUN = """\
+#!{python}
+import os, signal, sys, time
+sys.path[:0] = {path!r}
+if sys.argv[1:] == ["--version"]:
+    sys.exit(print("mpirun (Open MPI) 4.1"))
+from odc_launcher.failure import RankEnd, write_end
+def ended(number, frame):
+    with open("got", "w") as file:
+        file.write(f"{{signal.Signals(number).name}} {{os.path.exists('logs/step')}}")
+    if number == signal.SIGINT:  # as Open MPI does: the ranks get TERM, and tell
+        for rank in range(2):
+            log = f"logs/rank{{rank}}.log"
+            end = RankEnd(rank, "n1", -signal.SIGTERM, time.time(), log, asked_by="SIGTERM")
+            write_end(end, f"logs/rank{{rank}}.error.json")
+    os._exit(138 if number == signal.SIGUSR1 else 143)
+for number in (signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, ended)
+open("running", "w")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("USR1", 75), ("INT", 143)])
+def test_signals_through_mpirun(launcher: Launcher, name: str, code: int) -> None:
+    """USR1 reaches nobody while no task is there; INT reaches ranks as TERM, which asks for nothing."""
+    launcher.write("")
+    (launcher.folder / "c.yaml").write_text(CONFIG)
+    mpirun = launcher.folder / "mpirun"
+    path = launcher.env["PYTHONPATH"].split(os.pathsep)
+    mpirun.write_text(MPIRUN.format(python=sys.executable, path=path))
+    mpirun.chmod(0o755)
+    launcher.env["PATH"] = f"{launcher.folder}{os.pathsep}{launcher.env['PATH']}"
+    process = launcher.start("--launcher", "mpi", "--config", "c.yaml", "script.py")
+    launcher.wait_for("running")
+    process.send_signal(signal.Signals[f"SIG{name}"])
+    assert process.stderr is not None
+    while b"passed on" not in (line := process.stderr.readline()):
+        assert line
+    if name == "USR1":
+        (launcher.logs / "part").touch()
+        (launcher.logs / "part").rename(launcher.logs / "step")  # rank 0's task tells that it runs
+    found, _, err = finish(process)
+    assert found == code, err
+    assert (launcher.folder / "got").read_text() == f"SIG{name} {name == 'USR1'}"
+
+
 def test_ranks_that_fail_after_a_signal_go_on_in_a_new_run(launcher: Launcher) -> None:
     """Started again here they would train until the allocation ends, without a checkpoint."""
     source = """
