@@ -57,19 +57,19 @@ class GroupShapes:
         """Elements of one rank's shard of what is not trained."""
         return _shard_numel(self.frozen, world_size)
 
-    def gathered_nbytes(self, *, bf16: bool) -> int:
-        """Bytes of all parameters as they are computed with."""
+    def gathered_nbytes(self, world_size: int, *, bf16: bool) -> int:
+        """Bytes of all parameters as they are computed with, with the padding of their shards."""
         sizes = ((self.shapes, self.itemsize), (self.frozen, self.frozen_itemsize))
         return sum(
-            math.prod(shape) * (_BF16_NBYTES if bf16 else itemsize)
+            world_size * _shard_numel(shapes, world_size) * (_BF16_NBYTES if bf16 else itemsize)
             for shapes, itemsize in sizes
-            for shape in shapes
         )
 
-    def gradient_nbytes(self, *, bf16: bool) -> int:
-        """Bytes of the gradients of what is trained, as they are computed."""
+    def gradient_nbytes(self, world_size: int, *, bf16: bool) -> int:
+        """Bytes of the gradients of what is trained: as they are computed, and in the order of ranks."""
         itemsize = _BF16_NBYTES if bf16 else self.itemsize
-        return itemsize * sum(math.prod(shape) for shape in self.shapes)
+        computed = sum(math.prod(shape) for shape in self.shapes)
+        return itemsize * (computed + world_size * self.shard_numel(world_size))
 
 
 def _shard_numel(shapes: Sequence[tuple[int, ...]], world_size: int) -> int:
@@ -197,27 +197,31 @@ def plan_memory(
         frozen=frozen,
         optimizer=states,
         exchange=peak(received),
-        gathered=_gathered(groups, reference, training),
+        gathered=_gathered(groups, reference, world_size, training),
         heap_needed=heap_needed(window + accumulator, node_size, Ring()),
         reference=of_reference,
     )
 
 
-def _gathered(groups: Sequence[GroupShapes], reference: Sequence[GroupShapes], training: Training) -> int:
+def _gathered(
+    groups: Sequence[GroupShapes], reference: Sequence[GroupShapes], world_size: int, training: Training
+) -> int:
     """Root and two blocks of either model, and the gradients of one block of the model that is trained.
 
     The roots of both stay: a loss may evaluate the reference beside the model.
     """
     bf16 = training.bf16
-    root, held = _whole(groups, bf16=bf16, keeps_gathered=training.keeps_gathered)
-    reference_root, evaluated = _whole(reference, bf16=bf16, keeps_gathered=False)
-    # As autograd makes them, and in the order of ranks.
-    gradients = 2 * max((group.gradient_nbytes(bf16=bf16) for group in groups), default=0)
+    root, held = _whole(groups, world_size, bf16=bf16, keeps_gathered=training.keeps_gathered)
+    reference_root, evaluated = _whole(reference, world_size, bf16=bf16, keeps_gathered=False)
+    gradients = max((group.gradient_nbytes(world_size, bf16=bf16) for group in groups), default=0)
     return root + reference_root + max(held + gradients, evaluated)
 
 
-def _whole(groups: Sequence[GroupShapes], *, bf16: bool, keeps_gathered: bool) -> tuple[int, int]:
+def _whole(
+    groups: Sequence[GroupShapes], world_size: int, *, bf16: bool, keeps_gathered: bool
+) -> tuple[int, int]:
     """Bytes of the root's parameters, and of the largest blocks that are gathered at once."""
-    blocks = sorted((group.gathered_nbytes(bf16=bf16) for group in groups if group.name), reverse=True)
-    root = sum(group.gathered_nbytes(bf16=bf16) for group in groups if not group.name)
+    sizes = [(group.name, group.gathered_nbytes(world_size, bf16=bf16)) for group in groups]
+    blocks = sorted((size for name, size in sizes if name), reverse=True)
+    root = sum(size for name, size in sizes if not name)
     return root, sum(blocks if keeps_gathered else blocks[:_GATHERED_BLOCKS])

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from odcengine.errors import ConfigError, OdcError
 from odcengine.sharding.layout import ParamEntry, ParamGroup, without_dynamo
+from odcengine.sharding.padding import append_range
 from odcengine.transport.base import Range
 
 # transformers' implementations that read the weights of no expert but the chosen ones.
@@ -227,18 +228,10 @@ class ChosenExperts:
         for offset, length, rows in segments:
             if rows is None:
                 for ranges in parts:
-                    _append(ranges, offset, offset + length)
+                    append_range(ranges, offset, offset + length)
                 continue
             size = length // rows
             for expert in sorted(experts):
                 start = offset + expert % rows * size
-                _append(parts[expert // rows], start, start + size)
+                append_range(parts[expert // rows], start, start + size)
         return parts
-
-
-def _append(ranges: list[Range], start: int, stop: int) -> None:
-    """Add a range, joined to the last one where that ends at its start."""
-    if ranges and ranges[-1][1] == start:
-        ranges[-1] = (ranges[-1][0], stop)
-    else:
-        ranges.append((start, stop))

@@ -39,6 +39,7 @@ from odcengine.sharding.layout import (
     prove_layout,
     write_shard,
 )
+from odcengine.sharding.padding import Padding
 from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec
 
 
@@ -151,6 +152,7 @@ class OnDemandSharding(Sharding):
         self._experts = [  # by group
             ChosenExperts.of(group, world_size) if chosen_experts else None for group in self.groups
         ]
+        self._padding = [Padding.of(group, world_size) for group in self.groups]  # by group
         first = 0
         for group in self.groups:
             group.module.set_custom_all_gather(_PullHook(self, group))
@@ -194,10 +196,15 @@ class OnDemandSharding(Sharding):
 
     def _gather(self, group: ParamGroup, out: torch.Tensor) -> float:
         window, experts = self._param_windows[group.index], self._experts[group.index]
-        if experts is None:
+        padding = self._padding[group.index]
+        if experts is not None:
+            experts.note_pull()
+            parts = experts.parts_to_pull(group)
+        elif padding is not None:
+            parts = padding.to_pull
+        else:
             return self.transport.gather(window, out, self.epoch)
-        experts.note_pull()
-        return self.transport.gather_parts(window, out, experts.parts_to_pull(group), self.epoch)
+        return self.transport.gather_parts(window, out, parts, self.epoch)
 
     def _compare_with_published(self, group: ParamGroup, own: torch.Tensor) -> None:
         """Once a minibatch: what FSDP2 takes of this rank's shard is what other ranks take of it.
@@ -248,11 +255,15 @@ class OnDemandSharding(Sharding):
         window, experts = self._accumulators[group.index], self._experts[group.index]
         slot = self._slot * group.grad_numel  # where this rank's begins
         offset = slot + (entries[0].grad_offset or 0)
-        if experts is None or chosen is None:
-            self.blocked.wait_s += self.transport.scatter_add(window, rows, offset)
-        else:
+        padding = self._padding[group.index]
+        if experts is not None and chosen is not None:
             parts = experts.parts_to_push(entries, chosen, slot)
             self.blocked.wait_s += self.transport.scatter_add_parts(window, rows, parts, offset)
+        elif padding is not None:
+            parts = padding.to_push(entries, slot)
+            self.blocked.wait_s += self.transport.scatter_add_parts(window, rows, parts, offset)
+        else:
+            self.blocked.wait_s += self.transport.scatter_add(window, rows, offset)
         self.control.beat()
         end = time.perf_counter()
         self.blocked.push_s += end - start

@@ -14,6 +14,7 @@ from engine.toy import assemble, shard, worst_error
 import odcengine
 from odcengine.errors import ConfigError
 from odcengine.models import load_model, prepare_model
+from odcengine.sharding import padding
 from odcengine.sharding.layout import PlainMemory, padding_notice
 from odcengine.sharding.wrap import group_modules
 
@@ -35,6 +36,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 12},
     "mixtral": {"num_local_experts": 5},
     "gpt_oss": {"num_local_experts": 3},
+    "two experts": {"model_type": "mixtral", "num_local_experts": 2},
     "qwen2_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 8},
 }
 STEPS = 2
@@ -44,7 +46,7 @@ LENGTHS = ((3, 1, 2), (2,))  # tokens of the micro-batches of each rank; a third
 def make(kind: str, implementation: str) -> Any:
     """float64, but for the grouped products, which torch has for at most float32."""
     dtype = "float32" if implementation == "grouped_mm" else "float64"
-    model: Any = load_model({**SHAPE, **MIXTURES[kind], "model_type": kind}, dtype=dtype)
+    model: Any = load_model({**SHAPE, "model_type": kind, **MIXTURES[kind]}, dtype=dtype)
     model.set_experts_implementation(implementation)
     return model
 
@@ -67,7 +69,11 @@ def poisoned(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) 
 
 def _train(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     PlainMemory.allocate = poisoned  # type: ignore[method-assign]
-    return [_train_case(rank, *case) for case in cases]
+    tolerated, found = padding._TOLERATED, []
+    for kind, options in cases:
+        padding._TOLERATED = options.get("tolerated", tolerated)
+        found.append(_train_case(rank, kind, options))
+    return found
 
 
 def _train_case(rank: int, kind: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -222,12 +228,23 @@ def check_traffic(whole: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> 
 
 
 def test_three_ranks() -> None:
-    """5 experts, of which the third rank owns one, and runs no micro-batch."""
-    case = ("mixtral", {"checkpointing": True})
-    ranks = values(run_ranks(_train, 3, [case], timeout_s=240))
-    gradient, weights = errors([rank[0] for rank in ranks], reference(*case))
-    assert gradient < 2e-6
-    assert weights < 2e-6
+    """The third rank runs no micro-batch, and owns one of 5 experts, or none of 2 (all padding)."""
+    every: dict[str, Any] = {"odc": {"experts": "all"}}
+    cases = [
+        ("mixtral", {"checkpointing": True}),
+        ("two experts", every),
+        ("two experts", {"checkpointing": True, "odc": {"experts": "all", "deterministic": True}}),
+        ("two experts", {**every, "tolerated": float("inf")}),
+        ("two experts", {}),
+    ]
+    ranks = values(run_ranks(_train, 3, cases, timeout_s=240))
+    for number, case in enumerate(cases):
+        gradient, weights = errors([rank[number] for rank in ranks], reference(*case))
+        assert gradient < 2e-6, case
+        assert weights < 2e-6, case
+    for rank in ranks[:2]:  # what is real, and what it would be with the padding
+        for real, padded in zip(rank[1]["traffic"], rank[3]["traffic"], strict=True):
+            assert all(0 < some < 0.8 * more for some, more in zip(real, padded, strict=True))
 
 
 def test_refused() -> None:
