@@ -168,6 +168,16 @@ def test_the_price_of_hybrid_sharding() -> None:
     assert hybrid.exchange == 4 * 4096 * 1024 // 32 * 4
 
 
+def test_padding_is_gathered() -> None:
+    """8 experts on 64 ranks: each has room for one, and a layer is gathered with all of it."""
+    layer = [memory.GroupShapes("layer", ((8, 1024, 512),), 2)]
+    few, many = (memory.plan_memory(layer, ranks, 1, memory.Training(bf16=True)) for ranks in (8, 64))
+    whole = 8 * 1024 * 512 * 2
+    assert few.window == many.window == whole // 8
+    assert few.gathered == 3 * whole  # parameters, and their gradients in two orders
+    assert many.gathered == (8 + 1 + 8) * whole
+
+
 def test_settings_of_optimizers() -> None:
     assert memory.optimizer_states("AdamW") == 2
     assert memory.optimizer_states("Adam", amsgrad=True) == 3
