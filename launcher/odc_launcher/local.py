@@ -138,7 +138,7 @@ class _Launch:
                 return False
         if self._signals_reach_ranks:
             # SLURM has signalled those that there were: a rank that was not yet would never know.
-            for number in self._read_signals():
+            for number in read_signals(self._wakeup):
                 self._pass_on(number)
                 for rank in self._ranks if number in self._plan.preemption else ():
                     rank.signal(number, group=False)
@@ -212,20 +212,13 @@ class _Launch:
         for pipe in ready & readers.keys():
             self._read(readers[pipe])
         if self._wakeup in ready:
-            for number in self._read_signals():
+            for number in read_signals(self._wakeup):
                 self._pass_on(number)
         if self._wakeup in ready or not ready:
             for rank in self._ranks:
                 if rank.alive:
                     self._check_end(rank)
         self._tell_output_errors()
-
-    def _read_signals(self) -> list[signal.Signals]:
-        """What has come since the last time, without SIGCHLD."""
-        numbers = b""
-        with contextlib.suppress(BlockingIOError):
-            numbers = os.read(self._wakeup, 4096)
-        return [signal.Signals(number) for number in numbers if number != signal.SIGCHLD]
 
     def _read(self, rank: _Rank) -> int:
         """Moves one piece of a rank's output; returns its size, 0 when there is none now or ever."""
@@ -410,7 +403,7 @@ class _Launch:
                 f"{self._out.dropped_bytes} bytes were not shown because nobody read them; "
                 f"the logs in {self._plan.log_dir} are complete"
             )
-        for number in self._read_signals():  # meanwhile
+        for number in read_signals(self._wakeup):  # meanwhile
             if number in self._plan.preemption:
                 self._asked_by.append(number)
         ends = [rank.end for rank in self._ranks if rank.end is not None]
@@ -514,6 +507,18 @@ def caught_signals(
         signal.set_wakeup_fd(old_wakeup)
         os.close(read_end)
         os.close(write_end)
+
+
+def read_signals(wakeup: int) -> list[signal.Signals]:
+    """What has come since the last time, without SIGCHLD.
+
+    Args:
+        wakeup: the read end of the pipe of :func:`caught_signals`.
+    """
+    numbers = b""
+    with contextlib.suppress(BlockingIOError):
+        numbers = os.read(wakeup, 4096)
+    return [signal.Signals(number) for number in numbers if number != signal.SIGCHLD]
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

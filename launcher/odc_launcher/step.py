@@ -16,7 +16,7 @@ from pathlib import Path
 from odc_launcher import failure, slurm
 from odc_launcher.early import EarlySignals
 from odc_launcher.job import JobPlan
-from odc_launcher.local import TERM_GRACE_S, ChildSetup, caught_signals
+from odc_launcher.local import TERM_GRACE_S, ChildSetup, caught_signals, read_signals
 from odc_launcher.plan import parse_signals
 from odcengine.errors import ConfigError
 from odcengine.preemption import REQUEUE_EXIT_CODE
@@ -219,10 +219,8 @@ class _Watch:
         poll.register(self._wakeup, select.POLLIN)
         while self._process.poll() is None:
             poll.poll(_POLL_S * 1000)
-            with contextlib.suppress(BlockingIOError):
-                for number in os.read(self._wakeup, 4096):
-                    if number != signal.SIGCHLD:
-                        self._take(signal.Signals(number))
+            for number in read_signals(self._wakeup):
+                self._take(number)
             now = time.monotonic()
             patient = self._plan.mode == "slurm" or now < self._patient_until
             if self._waiting and not (patient and self._step() is None):
