@@ -422,12 +422,12 @@ def _shard(
         both = nn.ModuleList([model, frozen.model])
     grid, deterministic = Grid.of(job.topology), config.odc.deterministic
     num_slots = slots_of(grid, deterministic=deterministic)
+    windows = None if collective else plan_windows(groups, grid.num_nodes, num_slots)
     if topology.rank == 0:
-        windows = None if collective else plan_windows(groups, grid.num_nodes, num_slots)
         logger.info("%s", describe_shards(groups, num_own, windows))
-    if collective:
+    if windows is None:
         return CollectiveSharding(both, groups, job.control), None, parameters
-    transport = make_transport(job, config, plan_windows(groups, grid.num_nodes, num_slots))
+    transport = make_transport(job, config, windows)
     sharding = OnDemandSharding(
         both,
         groups,
