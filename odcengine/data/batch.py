@@ -7,6 +7,7 @@ batch; they are never guessed from positions or from special tokens.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -208,6 +209,11 @@ class MicroBatch:
         boundaries = () if self.segments is None else self.segments.boundaries[: self.num_sequences + 1]
         pieces = [values[0, start:stop] for start, stop in itertools.pairwise(boundaries)]
         return [torch.cat([torch.zeros_like(piece[:1]), piece[:-1]]) for piece in pieces]
+
+    def sample_of_sequence(self, sequence: int) -> int | None:
+        """Where in ``sample_ids`` the sample of a sequence is; None for the padding behind the last one."""
+        sample = bisect.bisect_right(list(itertools.accumulate(self.sequences_per_sample)), sequence)
+        return sample if sample < self.num_samples else None
 
     def _sequence_of_position(self) -> torch.Tensor:
         """Int64 ``[T]``: which sequence each position is of; ``num_sequences`` in padding."""

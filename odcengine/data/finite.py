@@ -7,7 +7,6 @@ sample. On the host they still have a name.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,8 +71,8 @@ def _sample_of(batch: MicroBatch, at: int, per_token: bool) -> int:
     sequence = at
     if per_token and batch.segments is not None:
         sequence = bisect.bisect_right(batch.segments.boundaries, at) - 1
-    sample = bisect.bisect_right(list(itertools.accumulate(batch.sequences_per_sample)), sequence)
-    return batch.sample_ids[min(sample, len(batch.sample_ids) - 1)]
+    sample = batch.sample_of_sequence(sequence)
+    return batch.sample_ids[-1 if sample is None else sample]
 
 
 def _numbers(value: Any) -> Any:

@@ -7,7 +7,6 @@ is asked of the device next fails.
 from __future__ import annotations
 
 import bisect
-import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -57,9 +56,8 @@ def check_micro_batch(batch: MicroBatch, vocab_size: int) -> None:
         if at is None:
             continue
         number = bisect.bisect_right(batch.segments.boundaries, at) - 1
-        samples = list(itertools.accumulate(batch.sequences_per_sample))
-        sample = bisect.bisect_right(samples, number)
-        name = f"sample {batch.sample_ids[sample]}" if sample < batch.num_samples else "the padding"
+        sample = batch.sample_of_sequence(number)
+        name = "the padding" if sample is None else f"sample {batch.sample_ids[sample]}"
         check_tokens(tokens[at : at + 1], targets[at : at + 1], name, vocab_size)
 
 
