@@ -133,8 +133,13 @@ def fused_logprobs(
     return TokenLogprobs(found[..., 0], entropies if entropy == "differentiable" else entropies.detach())
 
 
-def _transform_of(model: nn.Module) -> LogitTransform:
+def _change_of(model: nn.Module) -> LogitChange | None:
     change: LogitChange | None = getattr(model, _CHANGE, None)
+    return change
+
+
+def _transform_of(model: nn.Module) -> LogitTransform:
+    change = _change_of(model)
     return UNCHANGED if change is None else change.transform
 
 
@@ -145,7 +150,7 @@ def _through_head(
     compute: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """What ``compute`` makes of the hidden states within the head's forward; three dimensions, as logits."""
-    with head_returning(head, compute) as returned, left_out(model, getattr(model, _CHANGE, None)):
+    with head_returning(head, compute) as returned, left_out(model, _change_of(model)):
         logits = logits_of(model(**micro_batch.model_inputs(), use_cache=False))
     if not is_what_was_returned(logits, returned):
         raise UsageError(
