@@ -123,20 +123,20 @@ def _row(step: int, rank: int, number: int) -> MicroBatch:
     )
 
 
-def _qwen2(checkpointing: bool) -> nn.Module:
+def _qwen2(checkpointing: bool, **changes: int) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = transformers.Qwen2Config(**sizes | changes, tie_word_embeddings=True)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if checkpointing:
         enable_checkpointing(model)
@@ -341,20 +341,8 @@ def test_no_length_compiles_again_on_a_gpu() -> None:
 
 def _lengths_on_a_gpu(rank: int, world_size: int) -> list[int]:
     """Graphs that there are after rows of several lengths."""
-    import transformers
-
-    config = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=16384,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
-    enable_checkpointing(model)
-    model = prepare_model(model)
+    model = _qwen2(True, hidden_size=1024, intermediate_size=2048, max_position_embeddings=16384)
+    model = model.to("cuda", torch.bfloat16)
     compiled.compile_blocks(model.model.layers)
     graphs = []
     for length in (12000, 5000, 3000, 1500, 300, 16000):
