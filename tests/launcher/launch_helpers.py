@@ -74,6 +74,19 @@ class Launcher:
         return found
 
 
+def once_told(name: str, *then: str) -> str:
+    """The source of ranks that are ready, wait for a signal, and then do what these lines say."""
+    lines = (
+        "got = []",
+        f"signal.signal(signal.SIG{name}, lambda *_: got.append(1))",
+        'open(f"ready{rank}", "w")',
+        "while not got:",
+        "    time.sleep(0.1)",
+        *then,
+    )
+    return "\n".join(lines)
+
+
 def finish(process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> tuple[int, str, str]:
     """Waits for the launcher; returns its exit code, stdout and stderr."""
     out, err = process.communicate(timeout=timeout_s)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_helpers import Launcher, finish, running, wait_until
+from launch_helpers import Launcher, finish, once_told, running, wait_until
 
 # A rank says that it is ready, and waits; every signal that it handles is written to its log. It ends outside
 # of the handler: an exception from a handler is lost where it interrupts the closing of a file.
@@ -374,14 +374,7 @@ def test_signals_that_kill(launcher: Launcher) -> None:
 
 
 def test_rank_that_fails_after_a_signal_gives_its_code(launcher: Launcher) -> None:
-    source = """
-        got = []
-        signal.signal(signal.SIGTERM, lambda *_: got.append(1))
-        open(f"ready{rank}", "w")
-        while not got:
-            time.sleep(0.1)
-        sys.exit("no space for the checkpoint" if rank else 0)
-    """
+    source = once_told("TERM", 'sys.exit("no space for the checkpoint" if rank else 0)')
     process = launcher.ranks(2, source)
     launcher.wait_for("ready*", 2)
     process.terminate()

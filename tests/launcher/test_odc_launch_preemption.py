@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_helpers import Launcher, finish
+from launch_helpers import Launcher, finish, once_told
 from odc_launcher.failure import ErrorRecord, Outcome, RankEnd, asked_by, preempted, report
 from odc_launcher.restart import why_not
 
@@ -167,14 +167,7 @@ def test_signals_through_mpirun(launcher: Launcher, name: str, code: int) -> Non
 
 def test_ranks_that_fail_after_a_signal_go_on_in_a_new_run(launcher: Launcher) -> None:
     """Started again here they would train until the allocation ends, without a checkpoint."""
-    source = """
-        got = []
-        signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-        open(f"ready{rank}", "w")
-        while not got:
-            time.sleep(0.1)
-        sys.exit(3)
-    """
+    source = once_told("USR1", "sys.exit(3)")
     launcher.write(source)
     (launcher.folder / "c.yaml").write_text(CONFIG)
     process = launcher.start("--config", "c.yaml", "--max-restarts", "3", "script.py")
@@ -187,15 +180,7 @@ def test_ranks_that_fail_after_a_signal_go_on_in_a_new_run(launcher: Launcher) -
 
 
 def test_a_second_signal_asks_for_no_other_run(launcher: Launcher) -> None:
-    source = """
-        got = []
-        signal.signal(signal.SIGTERM, lambda *_: got.append(1))
-        open(f"ready{rank}", "w")
-        while not got:
-            time.sleep(0.1)
-        open(f"told{rank}", "w")
-        time.sleep(600)
-    """
+    source = once_told("TERM", 'open(f"told{rank}", "w")', "time.sleep(600)")
     launcher.write(source)
     (launcher.folder / "c.yaml").write_text(CONFIG)
     process = launcher.start("--config", "c.yaml", "--max-restarts", "3", "script.py")
