@@ -146,12 +146,13 @@ class Tally:
             self._balanced = None
         if self._has_loader or self._counts_balanced:
             return
-        boundaries = getattr(batch, "cu_seqlens", None)
-        if boundaries is None:
+        segments = getattr(batch, "segments", None)
+        if segments is None:
             self.samples = self.tokens = self.flops = math.nan
-        else:
-            lengths: Lengths = np.diff(boundaries.cpu().numpy().astype(np.int64))
-            self._pending.append((getattr(batch, "num_samples", len(lengths)), lengths))
+        else:  # the host's copy: reading the batch itself would wait for the GPU
+            boundaries = segments.boundaries[: batch.num_sequences + 1]
+            lengths: Lengths = np.diff(np.asarray(boundaries, dtype=np.int64))
+            self._pending.append((batch.num_samples, lengths))
 
     def backward(self) -> None:
         """A backward covers everything since the last one."""

@@ -15,6 +15,8 @@ from distributed import RankResult, run_ranks, values
 import odcengine
 from engine.test_exactness import BY_NAME, CASES, _norm_tolerance, reference_of
 from engine.toy import STEPS, compare, config_for, loss_of, make_model, micro_batches, reference, train
+from odcengine.data import pack_samples
+from odcengine.models import prepare_model
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -144,6 +146,56 @@ def _syncs(rank: int, world_size: int) -> list[str]:
 
 def test_no_host_synchronisation_inside_a_minibatch() -> None:
     values(run_ranks(_syncs, 2, timeout_s=60, gpus=True))
+
+
+def _syncs_of_packed_rows(rank: int, world_size: int, source: str) -> int:
+    import transformers
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(vocab_size=64, num_key_value_heads=2, max_position_embeddings=64, **shape)
+    )
+    samples = [{"input_ids": [token % 64 for token in range(length)]} for length in (30, 20, 33, 9)]
+    loads = source.startswith("loader")
+    engine, _, loader, _ = odcengine.initialize(
+        model=prepare_model(model),
+        training_data=samples * 3 if loads else None,
+        config={
+            "train_batch_size": len(samples) if loads else "auto",
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "balance": {
+                "strategy": "dynamic" if source.endswith("dynamic") else "lb_mini",
+                "max_tokens_per_micro_batch": 40,
+            },
+        },
+    )
+    rows = [pack_samples([sample]).to("cuda") for sample in samples]
+    minibatches = iter(loader) if loads else None
+    count = 0
+    for step in range(3):
+        micro_batches: Any = rows
+        if source.startswith("balance"):
+            micro_batches = engine.balance(samples)
+        elif minibatches is not None:
+            micro_batches = next(minibatches)
+        torch.cuda.synchronize()
+        if step:  # the first one compiles kernels
+            torch.cuda.set_sync_debug_mode("error")
+        for micro_batch in micro_batches:
+            engine.backward(engine(micro_batch))
+            count += 1
+        torch.cuda.set_sync_debug_mode("default")
+        engine.step()
+    engine.close()
+    return count
+
+
+@pytest.mark.parametrize("source", ["script", "balance", "balance dynamic", "loader", "loader dynamic"])
+def test_no_host_synchronisation_with_packed_rows(source: str) -> None:
+    """Who brings micro-batches of one's own must not wait for each of them."""
+    assert sum(values(run_ranks(_syncs_of_packed_rows, 2, source, timeout_s=60, gpus=True)))
 
 
 def _same_gpu(rank: int, world_size: int) -> None:

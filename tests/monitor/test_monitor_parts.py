@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from odc_tools.cli import main as odc
 
+from odcengine.data import pack_samples
 from odcengine.errors import ConfigError
 from odcengine.metrics import StepMetrics, Tally
 from odcengine.monitor import Monitor, Recorder, Timeline, draw_timelines
@@ -324,6 +326,17 @@ def test_tally_counts_only_what_a_backward_followed() -> None:
     tally.backward()
     tally.loaded(0.0, (1,))  # looked at, never computed
     assert (tally.samples, tally.tokens, tally.flops, tally.load_s) == (2, 16, 32, 1.0)
+
+
+def test_tally_asks_the_host_what_a_micro_batch_of_the_script_holds() -> None:
+    batch = pack_samples([{"input_ids": [1] * length} for length in (5, 7)], pad_to_multiple_of=16)
+    tally = Tally(None, has_loader=False, flops_of=lambda lengths: 2.0 * lengths.sum())
+    tally.forward(batch.to("meta"))  # whose tensors nobody can read, as reading a GPU's makes the host wait
+    tally.backward()
+    assert (tally.samples, tally.tokens, tally.flops) == (2, 12, 24)
+    tally.forward(torch.zeros(1, 8))  # nobody knows what is in it
+    tally.backward()
+    assert math.isnan(tally.samples)
 
 
 # ---- recorder and timeline ---------------------------------------------------------------------------
