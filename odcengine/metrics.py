@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ class Tally:
             self.samples = self.tokens = self.flops = math.nan
         else:  # the host's copy: reading the batch itself would wait for the GPU
             boundaries = segments.boundaries[: batch.num_sequences + 1]
-            lengths: Lengths = np.diff(np.asarray(boundaries, dtype=np.int64))
+            lengths = np.array([stop - start for start, stop in itertools.pairwise(boundaries)], np.int64)
             self._pending.append((batch.num_samples, lengths))
 
     def backward(self) -> None:

@@ -11,10 +11,11 @@ index l, one of each node, so that nothing crosses a node boundary inside a mini
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -269,6 +270,13 @@ class OnDemandSharding(Sharding):
         self.blocked.push_s += end - start
         if self.recorder is not None:
             self.recorder.add("push", start, end, group.index)
+
+    @contextlib.contextmanager
+    def counted_backward(self) -> Iterator[None]:
+        # What the last backward pushed shall not be kept while this one is at its peak.
+        self.transport.reclaim_sources()
+        with super().counted_backward():
+            yield
 
     def enter_push(self, group: ParamGroup) -> frozenset[int] | None:
         """Before the group's gradients are handed over; in lock-step all ranks meet.
@@ -525,9 +533,18 @@ class _PushHook(PlainMemory, ReduceScatter):
         self._sharding = sharding
         self._group = group
         self._used = used
+        self._takes_rows = True  # FSDP2 asks for the memory of gradients first, then for that of their sum
         self._pending: torch.Tensor | None = None  # [W, k], what is not pushed yet
         self._chosen: frozenset[int] | None = None  # experts that it is for
         self._done = 0  # elements of each row seen by the post-accumulate hooks
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        if not self._takes_rows:
+            return super().allocate(size, dtype=dtype, device=device)
+        self._takes_rows = False
+        return self._sharding.transport.lend_source(size, dtype, device)
 
     def __call__(
         self,
@@ -541,6 +558,7 @@ class _PushHook(PlainMemory, ReduceScatter):
             raise OdcError(f"FSDP2 reduces {self._group.label} with {op}; on-demand gradients are sums")
         if self._pending is not None:
             raise OdcError(f"FSDP2 reduces {self._group.label} before its last gradients were taken")
+        self._takes_rows = True
         rows = input_tensor.view(group.size(), output_tensor.numel())
         self._chosen = self._sharding.enter_push(self._group)
         self._done = 0

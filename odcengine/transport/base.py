@@ -249,6 +249,24 @@ class Transport(abc.ABC):
         Completes: as :meth:`pull`; ``source`` may be reused then. The owner sees it after ``barrier``.
         """
 
+    def lend_source(
+        self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Uninitialised memory to push from, in the order of the current stream.
+
+        A source from elsewhere is as good, but on a GPU its memory is not used again until the host has seen
+        that the push is done, and hosts are far ahead.
+
+        Args:
+            size: shape.
+            dtype: of the elements.
+            device: where the windows are.
+        """
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def reclaim_sources(self) -> None:  # noqa: B027 - where pushes are done when they return there are none
+        """Free what was lent for pushes; on a GPU the current stream waits for them."""
+
     def gather(self, window: Window, out: torch.Tensor, epoch: int) -> float:
         """Pull every shard of the window but this rank's own.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from odcengine.control import ControlBlock, Meeting
 from odcengine.device import unmapped_pair
 from odcengine.errors import ConfigError, DeadlineError, OdcError, PeerError
+from odcengine.transport._sources import PushSources
 from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec
 from odcengine.transport.heap import aligned
 
@@ -53,6 +55,7 @@ class CudaP2PTransport(Transport):
 
     Pulls complete in the order of the current stream. Pushes complete in the order of a stream of the
     transport's own: their source may be freed at once, but written again only after ``barrier``.
+    Take it from ``lend_source``, so that its memory does not wait for the host to look.
 
     Args:
         control: the node's control block.
@@ -91,6 +94,7 @@ class CudaP2PTransport(Transport):
         self._all_seen_by_stream: dict[int, int] = {}
         self._pull_streams: dict[int, torch.cuda.Stream] = {}
         self._push_stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self._lender = PushSources(self._push_stream)
         # For each push in flight: its source is ready, it is added.
         self._pushes = deque((new_event(), new_event()) for _ in range(_PUSHES_IN_FLIGHT))
         self._barriers = 0
@@ -261,8 +265,9 @@ class CudaP2PTransport(Transport):
         current = torch.cuda.current_stream(self._device)
         ready, done = self._pushes[0]
         self._pushes.rotate(-1)
-        # FSDP2 holds each buffer until the current stream is here: that bounds what pushes keep alive.
-        current.wait_event(done)
+        if not self._lender.holds(rows):
+            # Who takes memory in the order of the current stream keeps that of a few pushes, no more.
+            current.wait_event(done)
         ready.record(current)
         self._push_stream.wait_event(ready)
         if shard is None and self._goes_in_bulk(window, rows):
@@ -270,7 +275,7 @@ class CudaP2PTransport(Transport):
         else:
             self._add(window, rows, offset, shard)
         done.record(self._push_stream)
-        rows.record_stream(self._push_stream)
+        self._lender.pushed(rows, done)
         holders = self._rank_of_shard if shard is None else (self._rank_of_shard[shard],)
         self.traffic.pushed(numel * rows.element_size(), *holders)
 
@@ -344,6 +349,14 @@ class CudaP2PTransport(Transport):
         # Each launch encodes every descriptor that it gets anew.
         return ordered + [None] * (_kernels.MAX_BULK_ROWS - len(ordered))
 
+    def lend_source(
+        self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self._lender.lend(size, dtype, device)
+
+    def reclaim_sources(self) -> None:
+        self._lender.reclaim()
+
     # -- flags and the barrier ---------------------------------------------------------------------------
 
     def signal_published(self, epoch: int) -> None:
@@ -371,6 +384,7 @@ class CudaP2PTransport(Transport):
             if stream != current:
                 current.wait_stream(stream)
         self._pull_streams.clear()
+        self._lender.reclaim()  # the stream waits for all pushes anyway
         self._barriers += 1
         self._signal(_ARRIVED, self._barriers)
         self._on_host(lambda: self._meet_hosts(meeting, number))

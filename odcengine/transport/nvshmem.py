@@ -195,7 +195,9 @@ class NvshmemTransport(CudaP2PTransport):
             for start in range(0, source.numel(), step):
                 waited += self._wait_for_slot(peer)
                 self._send(window, peer, node, source[start : start + step], offset + start)
-        source.record_stream(self._push_stream)
+        done = new_event()
+        done.record(self._push_stream)
+        self._lender.pushed(source, done)
         self.traffic.pushed(source.numel() * source.element_size(), self._ranks[peer])
         return waited
 

@@ -13,7 +13,7 @@ from torch import nn
 import odcengine
 from odcengine import OdcEngine
 from odcengine.metrics import StepMetrics
-from odcengine.transport.base import Traffic
+from odcengine.transport.base import Traffic, Transport, Window
 
 SIZE, LAYERS, STEPS = 12, 3, 3
 NUM_PARAMETERS = LAYERS * SIZE * SIZE
@@ -34,6 +34,8 @@ def _train_engine(rank: int, odc: dict[str, Any], bf16: bool) -> tuple[list[Step
     }
     engine: OdcEngine
     engine, *_ = odcengine.initialize(model=model, config=config)
+    if engine.transport is not None:
+        _expect_lent_sources(engine.transport)
     steps = []
     for _ in range(STEPS):
         for _ in range(MICRO_BATCHES[rank]):
@@ -42,6 +44,24 @@ def _train_engine(rank: int, odc: dict[str, Any], bf16: bool) -> tuple[list[Step
         steps.append(engine.step())
     engine.close()
     return steps, None if engine.transport is None else engine.transport.traffic
+
+
+def _expect_lent_sources(transport: Transport) -> None:
+    """Every push is out of the memory that the transport has lent last: FSDP2 asks for it first."""
+    lend_source, scatter_add = transport.lend_source, transport.scatter_add
+    lent: list[int] = []
+
+    def lend(*args: Any) -> torch.Tensor:
+        source = lend_source(*args)
+        lent.append(source.data_ptr())
+        return source
+
+    def push(window: Window, source: torch.Tensor, offset: int = 0) -> float:
+        assert source.data_ptr() == lent[-1]
+        return scatter_add(window, source, offset)
+
+    transport.lend_source = lend  # type: ignore[method-assign]
+    transport.scatter_add = push  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("bf16", "bytes_a_parameter"), [(True, 6), (False, 8)], ids=["bf16", "fp32"])

@@ -123,6 +123,49 @@ def test_bulk_reductions_of_all_ranks_and_atomics_add_up() -> None:
     values(launch(CudaP2P(ONE_NODE), _whole_rows))
 
 
+def lent_sources(rank: int, world: int, backend: Backend, token: str, busy: bool) -> float:
+    """Push out of memory that is freed and written again at once; returns the most that was in use at a time.
+
+    Args:
+        busy: the GPU is at something else meanwhile, and the host far ahead of it.
+
+    Returns:
+        Bytes over those of one source.
+    """
+    control, transport = backend.make(rank, token)
+    n, rounds = 1 << 20, 20
+    (window,) = transport.allocate(plan_of(transport, (n, torch.float32)))
+    device = window.local.device
+    transport.scatter_add(window, torch.zeros(world, n, device=device))  # compiles
+    transport.barrier(Meeting.END_OF_STEP, 0)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if busy:
+        torch.cuda._sleep(int(1e9))  # about half a second
+    for number in range(rounds):
+        source = transport.lend_source((world * n,), torch.bfloat16, device)
+        rows = source.fill_(number + 1).view(world, n)
+        if number % 3:
+            transport.scatter_add(window, rows)
+        else:
+            for start in (0, n // 2):
+                transport.scatter_add(window, rows[:, start : start + n // 2], start)
+        del source, rows
+        torch.full((world * n,), 1000, dtype=torch.bfloat16, device=device)  # where it lay, perhaps
+    peak = torch.cuda.max_memory_allocated() - before
+    transport.barrier(Meeting.END_OF_STEP, 1)
+    expected = torch.full_like(window.local[0], world * rounds * (rounds + 1) / 2)
+    assert torch.equal(window.local[0], expected), window.local[0]
+    assert torch.cuda.memory_allocated() <= before + expected.nbytes
+    conformance.finish(control, transport)
+    return peak / (world * n * 2)
+
+
+def test_memory_of_pushes_is_used_again_while_the_host_is_ahead() -> None:
+    """Not as much as the host is ahead: two sources, and what the test itself makes."""
+    assert max(values(launch(CudaP2P(ONE_NODE), lent_sources, True))) <= 3.5
+
+
 def _given_up(rank: int, world: int, backend: Backend, token: str, how: str) -> Report:
     _, transport = backend.make(rank, token)
     transport.allocate(plan_of(transport, (64, torch.float32)))

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transport import conformance
 from transport.conformance import LIMIT_S, Backend, Report, launch, plan_of, report_of
+from transport.test_cuda_p2p import lent_sources
 
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import ConfigError
@@ -187,6 +188,12 @@ def _busy_owner(rank: int, world: int, backend: Backend, token: str) -> None:
 @pytest.mark.multi_gpu
 def test_owner_that_is_busy_or_has_no_work_still_takes_what_is_pushed() -> None:
     values(launch(BACKENDS["ring_of_one"], _busy_owner))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("backend", ["mapped", "unmapped"])
+def test_memory_of_pushes_may_be_written_again_at_once(backend: str) -> None:
+    values(launch(BACKENDS[backend], lent_sources, False))
 
 
 def _dead_thread(rank: int, world: int, backend: Backend, token: str) -> Report:
