@@ -100,9 +100,9 @@ PARTS: dict[str, tuple[Command, ...]] = {
     ),
     "unequal": (trained("unequal", "longalign swesmith", ALL, FAST),),
     "eight": (trained("eight", "longalign:8 swesmith:8", MAIN, FAST),),
-    "rl": (trained("rl", "grpo:8 swesmith", ALL, FAST),),
+    "rl": (trained("rl", "grpo:4 grpo:8", ALL, FAST),),
     "memory": (
-        trained("memory", "longalign", MAIN, "--memory --seeds 0"),
+        trained("memory", "balanced-8k longalign", MAIN, "--memory --seeds 0-1", weight=2),
         trained("symm", "longalign", "fsdp2/lb_micro fsdp2-symm/lb_micro", "--seeds 0-2"),
     ),
     "curves": (

@@ -11,11 +11,10 @@ index l, one of each node, so that nothing crosses a node boundary inside a mini
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -188,6 +187,10 @@ class OnDemandSharding(Sharding):
         if self._lockstep:
             self.blocked.wait_s += self.transport.barrier(Meeting.LOCKSTEP_GATHER, group.index)
         self.blocked.wait_s += self._gather(group, out)
+        if group is self.groups[-1]:
+            # What the last backward has pushed shall not be kept while loss and backward are at their peak;
+            # a forward began since, so that nothing waits for it.
+            self.transport.reclaim_sources()
         self.control.beat()
         end = time.perf_counter()
         self.blocked.num_gathers += 1
@@ -270,13 +273,6 @@ class OnDemandSharding(Sharding):
         self.blocked.push_s += end - start
         if self.recorder is not None:
             self.recorder.add("push", start, end, group.index)
-
-    @contextlib.contextmanager
-    def counted_backward(self) -> Iterator[None]:
-        # What the last backward pushed shall not be kept while this one is at its peak.
-        self.transport.reclaim_sources()
-        with super().counted_backward():
-            yield
 
     def enter_push(self, group: ParamGroup) -> frozenset[int] | None:
         """Before the group's gradients are handed over; in lock-step all ranks meet.

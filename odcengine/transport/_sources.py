@@ -62,16 +62,11 @@ class PushSources:
             lent.done = done
 
     def reclaim(self, keep: int = 0) -> None:
-        """Give all back but the last ``keep``; the current stream waits for their pushes."""
+        """Give all back but the last ``keep``; the streams that they were taken on wait for their pushes."""
         while len(self._lent) > keep:
             lent = self._lent.popleft()
-            if lent.done is None:  # nothing was pushed out of it
-                continue
-            current = torch.cuda.current_stream(lent.source.device)
-            if current == lent.stream:
-                current.wait_event(lent.done)
-            else:
-                lent.source.record_stream(self._push_stream)
+            if lent.done is not None:  # something was pushed out of it
+                lent.stream.wait_event(lent.done)
 
     def _find(self, rows: torch.Tensor) -> _Lent | None:
         address = rows.untyped_storage().data_ptr()

@@ -265,7 +265,7 @@ class Transport(abc.ABC):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def reclaim_sources(self) -> None:  # noqa: B027 - where pushes are done when they return there are none
-        """Free what was lent for pushes; on a GPU the current stream waits for them."""
+        """Free what was lent for pushes; on a GPU the streams that it was lent on wait for these."""
 
     def gather(self, window: Window, out: torch.Tensor, epoch: int) -> float:
         """Pull every shard of the window but this rank's own.
