@@ -429,12 +429,21 @@ def _map_samples(path: Path) -> tuple[list[TokenBatch], npt.NDArray[np.int64]]:
     batches, num_targets = [], [np.zeros(0, np.int64)]
     for index in range(reader.num_record_batches):
         tokens, mask, targets = reader.get_batch(index).columns
-        offsets = tokens.offsets.to_numpy()
-        if not np.array_equal(offsets, mask.offsets.to_numpy()):
+        offsets = _view(tokens.offsets, np.int64)
+        if not np.array_equal(offsets, _view(mask.offsets, np.int64)):
             raise ValueError(f"record batch {index}: input_ids and loss_mask have different lengths")
-        batches.append(TokenBatch(tokens.values.to_numpy(), mask.values.to_numpy(), offsets))
-        num_targets.append(targets.to_numpy())
+        batches.append(TokenBatch(_view(tokens.values, np.uint32), _view(mask.values, np.uint8), offsets))
+        num_targets.append(_view(targets, np.int64))
     return batches, np.concatenate(num_targets)
+
+
+def _view(column: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A column's memory. ``to_numpy`` gives the same, but imports pandas where there is one, on each rank."""
+    if column.null_count:
+        raise ValueError(f"{column.null_count} of {len(column)} values are missing")
+    if not len(column):
+        return np.zeros(0, dtype)
+    return np.frombuffer(column.buffers()[1], dtype)[column.offset : column.offset + len(column)]
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,33 @@ def test_foreign_arrow_file(tmp_path: Path) -> None:
     (path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ConfigError, match=r"samples.arrow has the columns .*text: string"):
         TokenDataset.open(path)
+
+
+def test_missing_values_are_damage(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    TokenDataset.write(path, SAMPLES[:1])
+    schema = dataset_module._schema(pyarrow)
+    table = pyarrow.table({"input_ids": [[1, None, 3]], "loss_mask": [[0, 1, 1]], "num_targets": [2]}, schema)
+    with pyarrow.ipc.new_file(path / "samples.arrow", schema) as writer:
+        writer.write_table(table)
+    meta = json.loads((path / "meta.json").read_text())
+    meta["num_bytes"] = (path / "samples.arrow").stat().st_size
+    (path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match=r"damaged data set \(1 of 3 values are missing\)"):
+        TokenDataset.open(path)
+
+
+def test_reading_imports_no_pandas(tmp_path: Path) -> None:
+    """It would take a third of a second and tens of MiB on every rank."""
+    TokenDataset.write(tmp_path / "tokens", SAMPLES)
+    code = (
+        "import sys; from odcengine.data import TokenDataset; data = TokenDataset.open(sys.argv[1]); "
+        "print(data[2]['input_ids'].tolist(), 'pandas' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "tokens")]
+    env = os.environ | {"PYTHONPATH": str(Path(dataset_module.__file__).parents[2])}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.split() == ["[4,", "5,", "6,", "7]", "False"], done.stderr
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
