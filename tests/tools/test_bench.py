@@ -230,7 +230,7 @@ def _empty_micro_batches(rank: int, world_size: int) -> list[tuple[float, float]
     outcomes = []
     for name in ("fsdp2/lb_micro", "odc/lb_micro"):
         model = build_model(config, seed=0, device="cpu", checkpointing=True)
-        method = make_method(MethodName.parse(name), model, ranks, transport="auto", timeout_s=60.0)
+        method = make_method(MethodName.parse(name), model, ranks, {"timeout_s": 60.0})
         for _ in range(2):
             other = empty if method.name.collective else []
             method.run(whole if rank == 0 else other, 49 - 3)
@@ -342,13 +342,13 @@ def test_deepspeed_against_itself_on_demand(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     file = tmp_path / "zero3.json"
     words = ["--device", "cpu", "--workload", "longalign", "--shape", "tiny", "--length-scale", "0.002"]
-    words += ["--seeds", "0", "--sequences", "3", "--rounds", "2"]
+    words += ["--seeds", "0", "--sequences", "3", "--rounds", "2", "--node-size", "1"]
     words += ["--methods", "zero3/lb_micro", "odc-zero3/lb_micro", "odc-zero3/lb_mini", "odc/lb_mini"]
     record = result(bench("training", *words, "--json", str(file), cwd=tmp_path), file)
     assert record["complete"]
     assert record["skipped"] == {}
     for start in range(0, len(record["steps"]), 4):
         turn = record["steps"][start : start + 4]
-        assert [s["loss"] for s in turn] == pytest.approx([turn[0]["loss"]] * 4, rel=1e-3)
+        assert [s["loss"] for s in turn] == pytest.approx([turn[0]["loss"]] * 4, rel=3e-5)
         assert [s["grad_norm"] for s in turn] == pytest.approx([turn[0]["grad_norm"]] * 4, rel=1e-2)
     assert set(record["summary"]) == set(record["methods"])

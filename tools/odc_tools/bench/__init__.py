@@ -108,6 +108,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--length-scale", type=float, default=1.0, metavar="F", help="factor on all lengths (default: 1)")
     add("--text", metavar="DIR", help="train on the bytes of its *.py files (default: random tokens)")
     add("--transport", default="auto", metavar="NAME", help="odc.transport (default: auto)")
+    add(
+        "--node-size",
+        type=int,
+        metavar="N",
+        help="on demand with hybrid sharding over emulated nodes of N ranks (default: one node)",
+    )
     add("--no-checkpointing", action="store_true", help="keep activations instead of recomputing blocks")
     add("--compile", action="store_true", help="every method with compiled blocks (model.compile)")
     add(

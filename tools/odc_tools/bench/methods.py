@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,28 +105,34 @@ def why_not(name: MethodName, others: Sequence[MethodName], ranks: Ranks) -> str
     return None
 
 
-def make_method(
-    name: MethodName, model: nn.Module, ranks: Ranks, *, transport: str, timeout_s: float
-) -> Method:
+def make_method(name: MethodName, model: nn.Module, ranks: Ranks, odc: Mapping[str, Any]) -> Method:
     """Shard a model. Collective.
 
     Args:
         name: the method.
         model: on the CPU, equal on all ranks; is taken over.
         ranks: this rank.
-        transport: odc.transport of the methods on demand.
-        timeout_s: odc.timeout_s of them.
+        odc: keys of the ``odc`` section for the methods on demand; :func:`odc_section` makes it.
     """
     if name.kind in ZERO3_KINDS:
         from odc_tools.bench.zero3 import OnDemandZero3, Zero3
 
-        if name.collective:
-            return Zero3(name, model, ranks, timeout_s=timeout_s)
-        return OnDemandZero3(name, model, ranks, transport=transport, timeout_s=timeout_s)
+        return Zero3(name, model, ranks) if name.collective else OnDemandZero3(name, model, ranks, odc)
     if name.collective:
         return Fsdp2(name, model, ranks)
-    kind = Limit if name.kind == "limit" else OnDemand
-    return kind(name, model, ranks, transport=transport, timeout_s=timeout_s)
+    return (Limit if name.kind == "limit" else OnDemand)(name, model, ranks, odc)
+
+
+def odc_section(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the ``odc`` section."""
+    section = {
+        "transport": options.transport,
+        "timeout_s": options.timeout_s,
+        "startup_timeout_s": options.timeout_s,
+    }
+    if options.node_size is not None:
+        section |= {"sharding": "hybrid", "node_size": options.node_size}
+    return section
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -191,24 +198,16 @@ def _zero_cta_mesh() -> DeviceMesh:
 class OnDemand(Method):
     """odcengine with a one-sided transport."""
 
-    def __init__(
-        self, name: MethodName, model: nn.Module, ranks: Ranks, *, transport: str, timeout_s: float
-    ) -> None:
+    def __init__(self, name: MethodName, model: nn.Module, ranks: Ranks, odc: Mapping[str, Any]) -> None:
         self.name = name
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._ranks = ranks
-        odc = {
-            "device": ranks.device.type,
-            "transport": transport,
-            "timeout_s": timeout_s,
-            "startup_timeout_s": timeout_s,
-        }
         config = {
             "train_batch_size": ranks.world_size,  # without effect: the script brings its batches
             "bf16": {"enabled": True},
             "gradient_clipping": CLIP,
             "steps_per_print": 0,
-            "odc": odc,
+            "odc": {"device": ranks.device.type, **odc},
         }
         self.engine, *_ = odcengine.initialize(config=config, model=model, optimizer=make_optimizer)
         self._metrics: StepMetrics | None = None

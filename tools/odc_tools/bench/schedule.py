@@ -156,6 +156,8 @@ def check_training(options: argparse.Namespace) -> list[str]:
                 f"--max-tokens {task.max_tokens}: {workload.name} has sequences of up to {longest} tokens, "
                 "which must fit into a micro-batch"
             )
+    if options.node_size is not None and options.node_size < 1:
+        problems.append(f"--node-size {options.node_size}: must be 1 or more, and divide the number of ranks")
     if options.warm_up is not None and options.memory:
         problems.append("--warm-up: not with --memory, which runs every minibatch only once")
     if options.learn_costs and options.memory:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from odc_tools.bench import ranks as bench
 from odc_tools.bench import summary
 from odc_tools.bench.memory import PeakMemory
-from odc_tools.bench.methods import Method, Outcome, make_method, why_not
+from odc_tools.bench.methods import Method, Outcome, make_method, odc_section, why_not
 from odc_tools.bench.profile import Profile
 from odc_tools.bench.ranks import Ranks
 from odc_tools.bench.schedule import MethodName, Minibatch, make_minibatches, make_plans, methods_of, tasks_of
@@ -154,9 +154,7 @@ class _Run:
         )
         if self._ranks.on_gpu and options.memory:
             torch.cuda.empty_cache()  # the weights were drawn there
-        method = make_method(
-            name, model, self._ranks, transport=options.transport, timeout_s=options.timeout_s
-        )
+        method = make_method(name, model, self._ranks, odc_section(options))
         if self._ranks.on_gpu and not options.memory:
             torch.cuda.empty_cache()  # of the whole model only the shards are left
         return method

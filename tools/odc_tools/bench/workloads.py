@@ -228,6 +228,9 @@ def build_model(
 ) -> nn.Module:
     """A model with random fp32 weights, ready for packed rows.
 
+    The weights are numbers that bf16 has, too: DeepSpeed's masters begin at those, and so must all methods'
+    for a comparison of losses.
+
     Args:
         config: from :func:`model_config`.
         seed: of the weights.
@@ -250,6 +253,9 @@ def build_model(
     with torch.device(device):
         make: Any = AutoModelForCausalLM.from_config
         model: nn.Module = make(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
     prepare_model(model if stays else model.to("cpu"))
     if checkpointing:
         enable_checkpointing(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Zero3(Method):
     Of odcengine there are only the attention and the loss of packed rows, as in all methods.
     """
 
-    def __init__(self, name: MethodName, model: nn.Module, ranks: Ranks, *, timeout_s: float) -> None:
+    def __init__(self, name: MethodName, model: nn.Module, ranks: Ranks) -> None:
         import deepspeed
 
         self.name = name
@@ -83,13 +83,9 @@ class Zero3(Method):
 class OnDemandZero3(Zero3):
     """The same engine with ``odcengine.attach``."""
 
-    def __init__(
-        self, name: MethodName, model: nn.Module, ranks: Ranks, *, transport: str, timeout_s: float
-    ) -> None:
-        super().__init__(name, model, ranks, timeout_s=timeout_s)
-        self._attached = odcengine.attach(
-            self.engine, transport=transport, timeout_s=timeout_s, startup_timeout_s=timeout_s
-        )
+    def __init__(self, name: MethodName, model: nn.Module, ranks: Ranks, odc: Mapping[str, Any]) -> None:
+        super().__init__(name, model, ranks)
+        self._attached = odcengine.attach(self.engine, **odc)
 
     def close(self) -> None:
         self._attached.close()
