@@ -1,8 +1,17 @@
 """Bundles that ranks draw while they work (``dynamic``).
 
-Nobody says beforehand who computes what. The samples of a minibatch are cut into bundles of falling cost, and
-whoever is free takes the next one, so that wrong costs and slow devices even out by themselves. How far apart
-the ranks end is at most the cost of a bundle that is drawn late, so the late ones are small.
+Nobody says beforehand who computes what. The samples of a minibatch are cut into bundles, and whoever is free
+takes the next one, so that wrong costs and slow devices even out by themselves. How far apart the ranks end
+is at most the cost of a bundle that is drawn late, so the late ones are small.
+
+Where the costs are right after all, drawing must not be worse than a plan. So bundles are made from one: the
+share of each rank in the plan of ``lb_mini`` is cut, and bundles are drawn in the order in which the plan
+begins them. Then ranks of one speed end no later than planned: each bundle is drawn no later than the plan
+begins it, since those before it are done no later either. (Costliest first, the usual order, ended 2 to 4%
+later with 4 samples a rank: ``benchmarks/balance.md``.)
+
+Every bundle costs what a micro-batch costs besides its samples. A share is cut as finely as its rank still
+ends within 2% of the plan; where that allows no cut, it stays in micro-batches as full as the limits allow.
 """
 
 from __future__ import annotations
@@ -10,77 +19,104 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from odcengine.balance.packing import Limits
+from odcengine.balance.packing import Group, Limits, first_fit
 
-_SHARE = 2  # a bundle is at most this part, times the ranks, of the work that is left
-_MOST_PER_RANK = 32  # more and smaller bundles cost more than they even out
-_TIMES_FIXED_COST = 8  # a bundle of several samples hides what every micro-batch costs besides them
+_LATER = 50  # ranks may end by this part of the plan's time later than planned
+_PARTS = (32, 16, 8, 4, 2)  # of a rank's mean load: the smallest bundle, from the finest cut to the coarsest
 # A micro-batch of so many tokens computes for as long as its parameters and gradients travel over NVLink:
 # some 8 bytes and 8 FLOP a token for each parameter, at 0.2 to 0.3 TB/s and 400 TFLOP/s, whatever the model.
 _HIDING_TOKENS = 2048
 
 
 def make_bundles(
+    shares: Sequence[Group],
     costs: Sequence[int],
-    lengths: Sequence[int],
     limits: Limits,
-    num_ranks: int,
+    paces: Sequence[int],
     per_micro_batch: int = 0,
-    max_tokens: int | None = None,
-) -> list[list[int]]:
-    """Cut the samples of a minibatch into bundles, in the order in which they are drawn.
+) -> list[Group]:
+    """Cut the shares of a plan into bundles, in the order in which they are drawn.
 
-    Guided self-scheduling (Polychronopoulos and Kuck, 1987): a bundle takes at most 1 / (2 ranks) of the
-    cost that is left, the heaviest samples first; a heavier sample is a bundle of its own.
+    Whole numbers only: all ranks must cut alike.
 
     Args:
-        costs: of each sample, whole numbers: all ranks must cut alike.
-        lengths: tokens of each sample.
+        shares: of each rank its samples in the plan, heaviest first.
+        costs: of each sample.
         limits: of a micro-batch; a sample alone fits.
-        num_ranks: number of ranks.
+        paces: time per cost of each rank.
         per_micro_batch: what a micro-batch costs besides its samples.
-        max_tokens: limit of tokens in a micro-batch, or None. Samples that are shorter are put together up to
-            2,048 tokens or half the limit, so that computation hides what the micro-batch moves.
 
     Returns:
-        Positions of samples, each in exactly one bundle; the costliest bundle first.
+        Positions of samples, each in exactly one bundle.
     """
-    left = sum(costs)
-    smallest = max(_TIMES_FIXED_COST * per_micro_batch, left // (num_ranks * _MOST_PER_RANK))
-    hiding = _HIDING_TOKENS if max_tokens is None else min(_HIDING_TOKENS, max_tokens // 2)
-    bundles: list[tuple[int, list[int]]] = []
-    members: list[int] = []
-    cost, tokens = 0, 0
-    for sample in sorted(range(len(costs)), key=lambda position: (-costs[position], position)):
-        cap = max(smallest, left // (_SHARE * num_ranks))
-        small = cost + costs[sample] <= cap or tokens + lengths[sample] <= hiding
-        fits = small and limits.allow(tokens + lengths[sample], len(members) + 1)
-        if members and not fits:
-            bundles.append((cost, members))
+    loads = [sum([costs[sample] for sample in share]) for share in shares]
+    fewest = [first_fit(share, limits) for share in shares]
+    planned_end = max(
+        (load + len(bundles) * per_micro_batch) * pace
+        for load, bundles, pace in zip(loads, fewest, paces, strict=True)
+    )
+    end = planned_end + planned_end // _LATER
+    mean = sum(loads) // len(shares)
+    begun: list[tuple[int, int, Group]] = []
+    for share, bundles, load, pace in zip(shares, fewest, loads, paces, strict=True):
+        if len(bundles) < len(share):
+            for parts in _PARTS:
+                finer = _cut(share, costs, limits, mean // parts)
+                if (load + len(finer) * per_micro_batch) * pace <= end:
+                    bundles = finer
+                    break
+        with_costs = [(sum([costs[sample] for sample in bundle]), bundle) for bundle in bundles]
+        start = 0
+        for cost, bundle in sorted(with_costs, key=lambda both: (-both[0], both[1])):
+            begun.append((start * pace, -cost, bundle))
+            start += cost + per_micro_batch
+    return [bundle for _, _, bundle in sorted(begun)]
+
+
+def _cut(share: Group, costs: Sequence[int], limits: Limits, smallest: int) -> list[Group]:
+    """Cut a rank's samples into bundles of falling cost.
+
+    Guided self-scheduling (Polychronopoulos and Kuck, 1987): a bundle takes at most half of the cost that is
+    left, the heaviest samples first; a heavier sample is a bundle of its own. Up to ``smallest``, and up to
+    2,048 tokens or half the limit, samples are put together in any case; the latter so that computation hides
+    what the micro-batch moves.
+    """
+    hiding = min(_HIDING_TOKENS, limits.most_tokens // 2)
+    left = sum([costs[sample] for sample in share])
+    bundles: list[Group] = []
+    cost, tokens, before = 0, 0, 0  # of the last bundle, and tokens of the one before
+    for sample in share:
+        cap = max(smallest, left // 2)
+        small = cost + costs[sample] <= cap or tokens + limits.lengths[sample] <= hiding
+        if bundles and small and limits.allow(tokens + limits.lengths[sample], len(bundles[-1]) + 1):
+            bundles[-1].append(sample)
+        else:
+            bundles.append([sample])
             left -= cost
-            members, cost, tokens = [], 0, 0
-        members.append(sample)
+            before, cost, tokens = tokens, 0, 0
         cost += costs[sample]
-        tokens += lengths[sample]
-    if members:
-        bundles.append((cost, members))
-    return [members for _, members in sorted(bundles, key=lambda bundle: (-bundle[0], bundle[1]))]
+        tokens += limits.lengths[sample]
+    if len(bundles) > 1 and tokens < hiding:  # a rest that does not hide its traffic
+        merged = bundles[-2] + bundles[-1]
+        if limits.allow(before + tokens, len(merged)):
+            bundles[-2:] = [merged]
+    return bundles
 
 
-def deal_out(costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+def deal_out(costs: Sequence[int], paces: Sequence[int]) -> list[list[int]]:
     """Who draws which bundle if all costs are right: each goes to the rank that is free first.
 
     Args:
         costs: of the bundles, in the order in which they are drawn.
-        speeds: of the ranks.
+        paces: time per cost of each rank.
 
     Returns:
         For each rank the bundles that it draws.
     """
-    free_at = [(0.0, rank) for rank in range(len(speeds))]  # a heap
-    drawn: list[list[int]] = [[] for _ in speeds]
+    free_at = [(0, rank) for rank in range(len(paces))]  # a heap
+    drawn: list[list[int]] = [[] for _ in paces]
     for bundle, cost in enumerate(costs):
         time, rank = free_at[0]
-        heapq.heapreplace(free_at, (time + cost / speeds[rank], rank))
+        heapq.heapreplace(free_at, (time + cost * paces[rank], rank))
         drawn[rank].append(bundle)
     return drawn

@@ -93,7 +93,7 @@ def pack(
 
 def _pack_in_python(samples: Group, weights: Sequence[int], limits: Limits) -> list[Group]:
     """:func:`pack` for one rank."""
-    groups = _first_fit(samples, limits)
+    groups = first_fit(samples, limits)
     if len(groups) > 1:
         groups, loads = _evened(samples, len(groups), weights, limits) or (
             groups,
@@ -103,7 +103,7 @@ def _pack_in_python(samples: Group, weights: Sequence[int], limits: Limits) -> l
     return [sorted(group) for group in groups]
 
 
-def _first_fit(samples: Group, limits: Limits) -> list[Group]:
+def first_fit(samples: Group, limits: Limits) -> list[Group]:
     """Each sample into the first micro-batch that has room for it."""
     groups: list[Group] = []
     num_tokens: list[int] = []

@@ -30,6 +30,7 @@ communication is on demand it can be skipped.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -81,14 +82,19 @@ class Plan:
 
     @property
     def bundles(self) -> tuple[tuple[int, ...], ...]:
-        """All micro-batches, the costliest first: the order in which ``dynamic`` draws them."""
-        both = [
-            (-cost, group)
-            for costs, groups in zip(self.costs, self.micro_batches, strict=True)
-            for cost, group in zip(costs, groups, strict=True)
-            if group
-        ]
-        return tuple([group for _, group in sorted(both)])
+        """All micro-batches as the plan begins them, the costliest first of those that begin together.
+
+        The order in which ``dynamic`` draws them.
+        """
+        begun: list[tuple[float, float, tuple[int, ...]]] = []
+        for costs, groups, speed in zip(self.costs, self.micro_batches, self._speeds, strict=True):
+            starts = itertools.accumulate(costs, initial=0.0)
+            begun += [
+                (start / speed, -cost, group)
+                for start, cost, group in zip(starts, costs, groups, strict=False)
+                if group
+            ]
+        return tuple([group for _, _, group in sorted(begun)])
 
     @property
     def loads(self) -> tuple[float, ...]:
@@ -248,8 +254,15 @@ def make_plan(
     elif strategy == "lb_micro":
         ranks = lb_micro(weights, limits, paces)
     elif strategy == "dynamic":
-        fixed = round(per_micro_batch / costs.max() * _LARGEST_WEIGHT) if lengths else 0
-        ranks = dynamic(weights, limits, speeds or [1.0] * num_ranks, fixed)
+        ranks = dynamic(
+            weights,
+            limits,
+            paces,
+            costs=_integer_weights(costs),
+            per_micro_batch=round(per_micro_batch / costs.max() * _LARGEST_WEIGHT) if lengths else 0,
+            tolerance=tolerance,
+            use_numpy=use_numpy,
+        )
     else:
         ranks = lb_mini(weights, limits, paces, tolerance=tolerance, use_numpy=use_numpy)
     cost_of: list[float] = costs.tolist()

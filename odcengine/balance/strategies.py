@@ -7,7 +7,6 @@ micro-batches in their order of execution; the samples of each are rising.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -149,9 +148,20 @@ def lb_mini(
 
 
 def dynamic(
-    weights: list[int], limits: Limits, speeds: Sequence[float], per_micro_batch: int
+    weights: list[int],
+    limits: Limits,
+    paces: list[int],
+    *,
+    costs: list[int],
+    per_micro_batch: int,
+    tolerance: float,
+    use_numpy: bool | None,
 ) -> list[list[Group]]:
-    """Bundles to be drawn, given to those who draw them if all costs are right."""
-    bundles = make_bundles(weights, limits.lengths, limits, len(speeds), per_micro_batch, limits.max_tokens)
-    drawn = deal_out([_weight(weights, bundle) for bundle in bundles], speeds)
+    """Bundles to be drawn, given to those who draw them if all costs are right.
+
+    ``costs`` are those of the samples alone, ``weights`` with a part of their micro-batch's.
+    """
+    shares = assign(weights, paces, tolerance=tolerance, use_numpy=use_numpy)
+    bundles = make_bundles(shares, costs, limits, paces, per_micro_batch)
+    drawn = deal_out([_weight(costs, bundle) + per_micro_batch for bundle in bundles], paces)
     return _rising([[bundles[number] for number in of_rank] for of_rank in drawn])

@@ -183,13 +183,7 @@ def simulate(plan: Plan, machine: Machine, *, communication: Communication, seed
 
 def _draw(plan: Plan, machine: Machine, dice: np.random.Generator) -> Outcome:
     """Micro-batches go to whoever is free first; drawing takes no time."""
-    known = [
-        (-cost, group)
-        for costs, groups in zip(plan.costs, plan.micro_batches, strict=True)
-        for cost, group in zip(costs, groups, strict=True)
-        if group
-    ]
-    groups = [group for _, group in sorted(known)]
+    groups = plan.bundles
     work_s = _work_of(groups, plan, machine.cost)
     noise = _lognormal(dice, machine.noise, len(groups))
     speeds = machine.speeds_of(plan.num_ranks).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -20,7 +21,9 @@ from odcengine.balance import CostModel
 from odcengine.balance.dynamic import deal_out
 from odcengine.balance.plan import make_plan
 from odcengine.data import MinibatchLoader
+from odcengine.simulate import Machine, simulate
 
+LATER = 1.02 + 1e-5  # than lb_mini: what dynamic may spend on finer bundles, and rounding to whole numbers
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 
 
@@ -28,19 +31,64 @@ LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 
 
 @settings(max_examples=200, deadline=None)
-@given(LENGTHS, st.integers(1, 9), st.integers(100, 300), st.one_of(st.none(), st.integers(1, 5)))
-def test_every_sample_is_in_one_bundle_within_the_limits(
-    lengths: list[int], ranks: int, max_tokens: int, max_samples: int | None
+@given(
+    LENGTHS,
+    st.integers(1, 9),
+    st.integers(100, 300),
+    st.one_of(st.none(), st.integers(1, 5)),
+    st.sampled_from([0.0, 0.3, 5.0, 200.0]),
+)
+def test_bundles_hold_every_sample_once_and_end_as_planned(
+    lengths: list[int], ranks: int, max_tokens: int, max_samples: int | None, per_micro_batch: float
 ) -> None:
-    plan = make_plan(
-        lengths, num_ranks=ranks, strategy="dynamic", max_tokens=max_tokens, max_samples=max_samples
-    )
-    assert sorted(sample for bundle in plan.bundles for sample in bundle) == list(range(len(lengths)))
-    for bundle in plan.bundles:
+    cost = CostModel(linear=1.0, quadratic=0.01, per_micro_batch=per_micro_batch)
+    plans = {
+        strategy: make_plan(
+            lengths,
+            num_ranks=ranks,
+            strategy=strategy,
+            max_tokens=max_tokens,
+            max_samples=max_samples,
+            cost=cost,
+        )
+        for strategy in ("lb_mini", "dynamic")
+    }
+    bundles = plans["dynamic"].bundles
+    assert sorted(sample for bundle in bundles for sample in bundle) == list(range(len(lengths)))
+    for bundle in bundles:
         assert sum(lengths[sample] for sample in bundle) <= max_tokens
         assert max_samples is None or len(bundle) <= max_samples
-    costs = [sum(CostModel.default()([lengths[s] for s in bundle])) for bundle in plan.bundles]
-    assert costs == sorted(costs, reverse=True)
+    drawn = simulate(plans["dynamic"], Machine(cost), communication="drawn").met_s
+    assert drawn == pytest.approx(plans["dynamic"].on_demand_cost, rel=1e-6)
+    assert drawn <= plans["lb_mini"].on_demand_cost * LATER
+
+
+@pytest.mark.parametrize("per_micro_batch", [0.0, 0.02, 0.12])
+@pytest.mark.parametrize(("ranks", "each", "max_tokens"), [(2, 4, 17_000), (2, 8, 34_000), (8, 4, 34_000)])
+def test_drawing_is_as_good_as_a_plan_where_costs_are_right(
+    ranks: int, each: int, max_tokens: int, per_micro_batch: float
+) -> None:
+    """The costs are seconds of a 1.5B model; 0.12 is a machine whose host is slow."""
+    generator = random.Random(0)
+    cost = CostModel(linear=2e-5, quadratic=1.2e-9, per_micro_batch=per_micro_batch)
+    for _ in range(10):
+        lengths = [int(min(16_500, generator.lognormvariate(8.8, 0.6))) + 1 for _ in range(ranks * each)]
+        drawn, planned = (
+            make_plan(lengths, num_ranks=ranks, strategy=strategy, max_tokens=max_tokens, cost=cost)
+            for strategy in ("dynamic", "lb_mini")
+        )
+        assert drawn.on_demand_cost <= planned.on_demand_cost * LATER
+        if per_micro_batch == 0:  # finer, which evens out noise
+            assert len(drawn.bundles) >= 1.2 * len(planned.bundles)
+
+
+def test_nothing_is_cut_where_a_micro_batch_costs_too_much() -> None:
+    lengths, cost = [8000] * 8, CostModel(linear=2e-5, quadratic=0.0, per_micro_batch=0.12)
+    drawn = make_plan(lengths, num_ranks=2, strategy="dynamic", max_tokens=16_000, cost=cost)
+    assert drawn.on_demand_cost == pytest.approx(2 * (16_000 * 2e-5 + 0.12))
+    free = dataclasses.replace(cost, per_micro_batch=0.0)
+    drawn = make_plan(lengths, num_ranks=2, strategy="dynamic", max_tokens=16_000, cost=free)
+    assert [len(bundle) for bundle in drawn.bundles] == [2, 2, 1, 1, 1, 1]
 
 
 def test_bundles_are_small_at_the_end_and_not_too_many() -> None:
@@ -73,7 +121,7 @@ def test_drawing_evens_out_what_no_plan_knew() -> None:
 
 
 def test_slower_ranks_are_expected_to_draw_less() -> None:
-    drawn = deal_out([10] * 30, [1.0, 0.5])
+    drawn = deal_out([10] * 30, [1024, 2048])
     assert sorted(drawn[0] + drawn[1]) == list(range(30))
     assert len(drawn[0]) == 20
 

@@ -92,6 +92,7 @@ def test_the_numbering_of_ranks_does_not_matter(
         plan,
         micro_batches=tuple(plan.micro_batches[rank] for rank in order),
         costs=tuple(plan.costs[rank] for rank in order),
+        speeds=tuple(plan.speeds[rank] for rank in order) if plan.speeds else (),
     )
     other = dataclasses.replace(machine, speeds=tuple(speeds[order].tolist()))
     for communication in ("collective", "on_demand") if plan.equal_counts else ("on_demand",):
@@ -193,8 +194,8 @@ def test_a_machine_that_cannot_be(wrong: dict[str, object]) -> None:
 
 def test_drawing_by_hand() -> None:
     machine = Machine(CostModel(linear=1.0, quadratic=0.0, per_micro_batch=0.5), speeds=(1.0, 2.0))
-    plan = hand_made([[1, 1], [5]], [[3], [2]])
-    plan = dataclasses.replace(plan, costs=((2.5, 5.5), (3.5, 2.5)))
+    plan = hand_made([[5], [1, 1]], [[3], [2]])
+    plan = dataclasses.replace(plan, costs=((5.5, 2.5), (3.5, 2.5)))
     drawn = simulate(plan, machine, communication="drawn")
     # 5.5 goes to the fast rank, 3.5 to the other; the fast one is free at 2.75 and takes one of 2.5.
     np.testing.assert_allclose(drawn.starts, [[0, 3.5], [0, 2.75]])
