@@ -7,8 +7,8 @@ is at most the cost of a bundle that is drawn late, so the late ones are small.
 Where the costs are right after all, drawing must not be worse than a plan. So bundles are made from one: the
 share of each rank in the plan of ``lb_mini`` is cut, and bundles are drawn in the order in which the plan
 begins them. Then ranks of one speed end no later than planned: each bundle is drawn no later than the plan
-begins it, since those before it are done no later either. (Costliest first, the usual order, ended 2 to 4%
-later with 4 samples a rank: ``benchmarks/balance.md``.)
+begins it, since those before it are done no later either. (Costliest first, the usual order, may end a third
+later than the best plan (Graham, 1969); it ended 3% later with 4 samples a rank: ``benchmarks/balance.md``.)
 
 Every bundle costs what a micro-batch costs besides its samples. A share is cut as finely as its rank still
 ends within 2% of the plan; where that allows no cut, it stays in micro-batches as full as the limits allow.
@@ -78,10 +78,10 @@ def _cut(share: Group, costs: Sequence[int], limits: Limits, smallest: int) -> l
 
     Guided self-scheduling (Polychronopoulos and Kuck, 1987): a bundle takes at most half of the cost that is
     left, the heaviest samples first; a heavier sample is a bundle of its own. Up to ``smallest``, and up to
-    2,048 tokens or half the limit, samples are put together in any case; the latter so that computation hides
-    what the micro-batch moves.
+    2,048 tokens, samples are put together in any case; the latter so that computation hides what the
+    micro-batch moves. With a limit below that nothing hides it, and a third of the limit is enough.
     """
-    hiding = min(_HIDING_TOKENS, limits.most_tokens // 2)
+    hiding = _HIDING_TOKENS if limits.most_tokens > _HIDING_TOKENS else limits.most_tokens // 3
     left = sum([costs[sample] for sample in share])
     bundles: list[Group] = []
     cost, tokens, before = 0, 0, 0  # of the last bundle, and tokens of the one before

@@ -18,9 +18,8 @@ Strategies:
     their number differs between ranks and may be 0. It needs on-demand communication.
 
 ``dynamic``
-    Ranks draw bundles of samples, the costliest first, while they work (``odcengine.balance.dynamic``), so
-    the plan only says what the bundles are, and who draws which if all costs are right. It needs on-demand
-    communication.
+    Ranks draw bundles of samples while they work (``odcengine.balance.dynamic``), so the plan only says what
+    the bundles are, and who draws which if all costs are right. It needs on-demand communication.
 
 With the first two, a rank that has too few samples gets **empty micro-batches** ``()`` at the end, so that
 the counts are equal. Where communication is collective, a rank has to run a forward and backward for an

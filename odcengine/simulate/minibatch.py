@@ -140,7 +140,7 @@ def simulate(plan: Plan, machine: Machine, *, communication: Communication, seed
         machine: how long they take.
         communication: ``collective``: all ranks meet in every micro-batch, and run empty ones as well;
             ``on_demand``: they meet at the end, and leave empty ones out; ``drawn``: the same, but whoever is
-            free takes the next micro-batch of the whole plan, the costliest first (``dynamic``).
+            free takes the next micro-batch of the whole plan, as it begins them (``dynamic``).
         seed: of noise and jitter.
 
     Returns:
