@@ -21,9 +21,7 @@ NOTICED = 0.02
 
 _SEQUENCES_SIMULATED = 32768  # a size of minibatches, if that makes two of them or more
 _LARGEST = 65536  # sequences in a minibatch
-_OF_TRAFFIC = (
-    2  # this part of its traffic counts as a bundle's cost where dynamic cuts: few are too short for it
-)
+_PART_OF_TRAFFIC = 2  # that dynamic counts as the cost of a bundle: then few are too short to hide it
 _PER_GPU = (1, 2, 4, 8, 16, 32)
 
 
@@ -155,7 +153,7 @@ def predict(
     outcomes: dict[Method, list[Outcome]] = {method: [] for method in METHODS}
     bounds: list[float] = []
     tokens, crowded = 0, 0
-    fixed_s = max(machine.cost.per_micro_batch, machine.traffic_s / _OF_TRAFFIC)
+    fixed_s = max(machine.cost.per_micro_batch, machine.traffic_s / _PART_OF_TRAFFIC)
     bundled = dataclasses.replace(machine.cost, per_micro_batch=fixed_s)
     for number in range(minibatches):
         lengths = sequences.draw(number, count)
