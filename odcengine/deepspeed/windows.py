@@ -18,6 +18,8 @@ from odcengine.control import ControlBlock, Meeting
 from odcengine.deepspeed.layout import Slot, ZeroLayout, fetch_runs
 from odcengine.transport.base import Transport, Window
 
+_LOOK_S = 1e-3
+_MOST_RUNS = 1 << 12
 _PENDING_NUMEL = 1 << 22  # elements of small gradients that are kept back at most
 
 
@@ -59,6 +61,10 @@ class ZeroWindows:
         self._pending: list[tuple[Slot, torch.Tensor, torch.cuda.Stream | None]] = []
         self._pending_numel = 0
         self._num_meetings = 0
+        # DeepSpeed fetches parameter by parameter, so what the host does for each counts.
+        self._runs: dict[tuple[int, ...], list[list[Slot]]] = {}  # of what is fetched together
+        self._flags_seen: dict[int, int] = {}  # stream -> epoch of which all flags have been waited for
+        self._looked = 0.0  # when this rank looked at the others last
         self.start_minibatch()
 
     def start_minibatch(self) -> None:
@@ -104,10 +110,16 @@ class ZeroWindows:
             For each a flat tensor of its elements.
         """
         start = time.perf_counter()
-        self.control.check()
+        self._look(start)
         self._wait_published()
         found: dict[int, torch.Tensor] = {}
-        for run in fetch_runs(slots):
+        wanted = tuple(slot.index for slot in slots)
+        runs = self._runs.get(wanted)
+        if runs is None:
+            if len(self._runs) == _MOST_RUNS:
+                self._runs.clear()
+            runs = self._runs[wanted] = fetch_runs(slots)
+        for run in runs:
             rows = self._read(run)
             if len(run) == 1:
                 found[run[0].index] = rows.view(-1)[: run[0].spec.numel]
@@ -117,7 +129,6 @@ class ZeroWindows:
                 part = rows[:, begin : begin + slot.spec.shard_numel]
                 found[slot.index] = part.reshape(-1)[: slot.spec.numel]
                 begin += slot.spec.shard_numel
-        self.control.beat()
         self.fetch_s += time.perf_counter() - start
         return [found[slot.index] for slot in slots]
 
@@ -127,16 +138,23 @@ class ZeroWindows:
         dtype = first.spec.dtype
         numel = (end - first.offset) // dtype.itemsize
         out = torch.empty(self._world_size, numel, dtype=dtype, device=self._params.local.device)
-        rows = out.view(torch.uint8) if numel else out
-        for peer in self._transport.grid.visits():
-            for node, shards in enumerate(self._transport.grid.shards):
-                if numel:
-                    self._transport.pull(self._params, peer, node, rows[shards[peer]], first.offset)
+        if numel:
+            self._transport.read_all(self._params, out.view(torch.uint8), first.offset)
         return out
 
+    def _look(self, now: float) -> None:
+        """Raise if another rank has failed, and give a sign of life; a thousand times a second is enough."""
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            self.control.check()
+            self.control.beat()
+
     def _wait_published(self) -> None:
-        for peer in self._transport.grid.visits():
-            self.wait_s += self._transport.wait_published(peer, self.epoch)
+        stream = torch.cuda.current_stream(self._params.local.device).cuda_stream if self._on_gpu else 0
+        if self._flags_seen.get(stream, -1) < self.epoch:
+            for peer in self._transport.grid.visits():
+                self.wait_s += self._transport.wait_published(peer, self.epoch)
+            self._flags_seen[stream] = self.epoch
 
     def push(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Add a gradient to its owners' sums; small ones wait until :meth:`flush` or enough are there.
@@ -187,10 +205,9 @@ class ZeroWindows:
 
     def _add(self, accumulator: Window, rows: torch.Tensor, offset: int) -> None:
         start = time.perf_counter()
-        self.control.check()
+        self._look(start)
         self._wait_published()  # before it the owner may be emptying its sums
         self.wait_s += self._transport.scatter_add(accumulator, rows, offset)
-        self.control.beat()
         self.push_s += time.perf_counter() - start
 
     # -- at the boundary -------------------------------------------------------------------------------

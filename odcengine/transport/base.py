@@ -290,6 +290,18 @@ class Transport(abc.ABC):
                     self.pull(window, peer, node, out[row[peer]])
         return waited
 
+    def read_all(self, window: Window, out: torch.Tensor, offset: int = 0) -> None:
+        """Pull the same elements of every shard, this rank's own included; all flags B have been waited for.
+
+        Args:
+            window: the window.
+            out: ``[W, n]`` contiguous, of the window's dtype; row r receives elements of shard r.
+            offset: the first of them.
+        """
+        for peer in self.grid.visits():
+            for node, row in enumerate(self.grid.shards):
+                self.pull(window, peer, node, out[row[peer]], offset)
+
     def scatter_add(self, window: Window, source: torch.Tensor, offset: int = 0) -> float:
         """Push every row of ``source`` to the owner of its shard, this rank's own shard included.
 

@@ -43,6 +43,7 @@ _WORD = 8
 _BLOCK, _WARPS, _PUSH_CTAS = 2048, 8, 132
 _LINE, _LINES, _BULK_WARPS, _BULK_CTAS = 256, 32, 8, 32  # measured: benchmarks/gpu.md
 _PUSHES_IN_FLIGHT = 2
+_MOST_PARTS = 1 << 14  # views that are kept, so that a pull need not make them
 _REASONS = {
     _kernels.ABORTED: "was given up because a rank failed",
     _kernels.TOO_LATE: "ran past its limit of {limit:g} s (odc.timeout_s)",
@@ -84,6 +85,8 @@ class CudaP2PTransport(Transport):
             list[tuple[int, torch.Tensor]]
         ] = []  # [window]: others' shards, where all are mapped
         self._rank_of_sources = [rank for shard, rank in enumerate(self._rank_of_shard) if shard != own]
+        # [window, offset, elements]: these of all shards
+        self._parts: dict[tuple[int, int, int], list[tuple[int, torch.Tensor]]] = {}
         self._lines: dict[int, list[Any]] = {}  # [window]: all owners' rows, for bulk reductions
         self._compiled: dict[tuple[int, torch.dtype], Any] = {}
         self._bulk = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -220,9 +223,12 @@ class CudaP2PTransport(Transport):
         view = self._views[window.index][peer]
         assert view is not None  # all are mapped, or a subclass takes another way
         out.copy_(view[node].narrow(0, offset, out.numel()), non_blocking=True)
-        stream = torch.cuda.current_stream(self._device)
-        self._pull_streams.setdefault(stream.cuda_stream, stream)
+        self._pulls_on(torch.cuda.current_stream(self._device))
         self.traffic.pulled(out.numel() * out.element_size(), self._ranks[peer])
+
+    def _pulls_on(self, stream: torch.cuda.Stream) -> None:
+        """Barrier A waits for these."""
+        self._pull_streams.setdefault(stream.cuda_stream, stream)
 
     def gather(self, window: Window, out: torch.Tensor, epoch: int) -> float:
         if not self._all_mapped:
@@ -233,12 +239,36 @@ class CudaP2PTransport(Transport):
             for peer in self.grid.visits():
                 self.wait_published(peer, epoch)
             self._all_seen_by_stream[stream.cuda_stream] = epoch
-        self._pull_streams.setdefault(stream.cuda_stream, stream)
+        self._pulls_on(stream)
         sources, rows = self._sources[window.index], out.unbind(0)
         for shard, source in sources:
             rows[shard].copy_(source, non_blocking=True)
         self.traffic.pulled(rows[0].numel() * rows[0].element_size(), *self._rank_of_sources)
         return 0.0
+
+    def read_all(self, window: Window, out: torch.Tensor, offset: int = 0) -> None:
+        if not self._all_mapped:
+            super().read_all(window, out, offset)
+            return
+        key, rows = (window.index, offset, out.shape[1]), out.unbind(0)
+        parts = self._parts.get(key)
+        if parts is None:
+            if len(self._parts) == _MOST_PARTS:
+                self._parts.clear()
+            parts = self._parts[key] = self._find_parts(*key)
+        self._pulls_on(torch.cuda.current_stream(self._device))
+        for shard, source in parts:
+            rows[shard].copy_(source, non_blocking=True)
+        self.traffic.pulled(rows[0].numel() * rows[0].element_size(), *self._rank_of_shard)
+
+    def _find_parts(self, index: int, offset: int, numel: int) -> list[tuple[int, torch.Tensor]]:
+        """Where the same elements of all shards lie; narrow() refuses what lies outside."""
+        return [
+            (row[peer], view[node].narrow(0, offset, numel))
+            for peer in self.grid.visits()
+            if (view := self._views[index][peer]) is not None  # all are mapped
+            for node, row in enumerate(self.grid.shards)
+        ]
 
     def push_add(self, window: Window, peer: int, node: int, source: torch.Tensor, offset: int = 0) -> float:
         self._push(window, source[None], offset, self.grid.shards[node][peer])
@@ -451,6 +481,7 @@ class CudaP2PTransport(Transport):
         self._views.clear()
         self._sources.clear()
         self._addresses.clear()
+        self._parts.clear()
         self._lines.clear()
         self._compiled.clear()
         self._memory.clear()

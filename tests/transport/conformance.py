@@ -211,9 +211,17 @@ def _pull(rank: int, world: int, backend: Backend, token: str) -> None:
                     transport.pull(window, peer, node, out, offset)
                     expected = pattern(window, row[peer], 0, offset, count, backend.device)
                     assert torch.equal(out, expected), (window.spec, peer, node, offset, count)
+        for offset, count in ((0, 64), (17, 31), (0, 64)):
+            rows = torch.zeros(world, count, dtype=window.spec.dtype, device=backend.device)
+            transport.read_all(window, rows, offset)
+            for shard in range(world):
+                expected = pattern(window, shard, 0, offset, count, backend.device)
+                assert torch.equal(rows[shard], expected), (window.spec, shard, offset, count)
     for offset, count in ((0, 65), (63, 2), (63, 4), (64, 1), (65, 1)):
         with raises((RuntimeError, IndexError, ValueError)):
             transport.pull(windows[1], 0, 0, torch.zeros(count, device=backend.device), offset)
+        with raises((RuntimeError, IndexError, ValueError)):
+            transport.read_all(windows[1], torch.zeros(world, count, device=backend.device), offset)
     finish(control, transport)
 
 
