@@ -87,6 +87,7 @@ PARTS: dict[str, tuple[Command, ...]] = {
     "doctor": (
         Command("doctor", "-m odc_launcher doctor", lines=40),
         trained("nvshmem", "longalign", "odc/lb_mini", "--transport nvshmem --seeds 0 --rounds 1", weight=2),
+        trained("two-nodes", "longalign", "odc/lb_mini", "--node-size 1 --seeds 0-1 --rounds 1", weight=2),
     ),
     "primitives": (
         Command("primitives", "-m odc_tools bench primitives --json {out}/primitives.json"),
@@ -123,8 +124,12 @@ PARTS: dict[str, tuple[Command, ...]] = {
         for task in ("sft", "grpo")
     ),
     "deepspeed": (
-        trained("zero3-swesmith", "swesmith", "zero3/lb_micro odc-zero3/lb_mini odc/lb_mini", "--seeds 0-4"),
-        trained("zero3-8k", "balanced-8k", "zero3/lb_micro odc-zero3/lb_micro odc/lb_micro", "--seeds 0"),
+        trained(
+            "zero3",
+            "longalign balanced-8k",
+            "zero3/lb_micro odc-zero3/lb_micro odc-zero3/lb_mini odc/lb_mini",
+            "--warm-up 2 --seeds 0-9 --rounds 1",
+        ),
     ),
 }
 
