@@ -2,7 +2,7 @@
 #
 #   make install   create .venv with the pinned torch and the development tools
 #   make demo      train a small model on this machine's CPU cores
-#   make test      the default test run             (PYTEST_ARGS="..." is passed on)
+#   make test      the default test run             (PYTEST_ARGS="..." is passed on; TEST_WORKERS=0: one process)
 #   make check     ruff and mypy
 #   make soak      long stress runs
 #   make dist      wheel and sdist in dist/
@@ -13,6 +13,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+TEST_WORKERS ?= auto
 BIN := .venv/bin
 STAMP := .venv/.odcengine-installed
 
@@ -41,7 +42,7 @@ demo: install
 	$(BIN)/python examples/demo/run.py
 
 test: install
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: install
 	$(BIN)/ruff check .

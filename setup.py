@@ -26,6 +26,7 @@ EXTRAS = {
         "accelerate>=1.10",
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.8",
         "hypothesis>=6",
         "psutil>=6",
         "mpi4py>=4.1; platform_system == 'Linux'",  # has wheels, which need no MPI to install

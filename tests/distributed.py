@@ -29,6 +29,9 @@ _CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.fsdp", "odcengine.build", "transformers.modeling_utils"]
 )
 
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+
 
 @dataclass
 class RankResult:
@@ -51,11 +54,12 @@ class RankResult:
 def free_port() -> int:
     """A port for rank 0's store, outside the range from which connections get theirs.
 
-    Between the asking and the store's start a connection of another test could take an ephemeral one.
+    Between the asking and the store's start a connection of another test could take an ephemeral one; each of
+    pytest-xdist's workers has ports of its own.
     """
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            probe.bind(("127.0.0.1", 20_000 + _WORKERS * secrets.randbelow(12_000 // _WORKERS) + _WORKER))
             return int(probe.getsockname()[1])
 
 

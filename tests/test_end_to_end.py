@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.alone  # what a run leaves behind is looked for on the whole machine
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import os, signal, sys, time

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scontrol", "scancel", "squeue")
 _LAUNCHERS = (
@@ -48,9 +50,7 @@ def free_ports(count: int) -> list[int]:
     """Ports outside the range from which connections get theirs, until the daemons have taken them."""
     found: set[int] = set()
     while len(found) < count:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
-            found.add(int(probe.getsockname()[1]))
+        found.add(free_port())
     return list(found)
 
 
