@@ -95,12 +95,15 @@ _MEETING_LABELS = {
 }
 MEETING_RANGE = 1 << 48
 
+ACTIVE, LEFT = 1, 2
+"""Values of :attr:`Word.STATE`."""
+
 
 class Word(enum.IntEnum):
     """Index of a word in a rank's slot."""
 
     PID = 0
-    STATE = 1  # 0 not there yet, 1 active, 2 left in good order
+    STATE = 1  # 0 not there yet, ACTIVE, or LEFT in good order
     ALIVE_NS = 2  # CLOCK_MONOTONIC of the last progress, its own or that of the rank it waits for
     PHASE = 3
     STEP = 4

@@ -7,7 +7,8 @@ odcengine goes through :meth:`ControlBlock.wait_until`, which ends when what is 
 fails or dies, or when an awaited rank shows no sign of life for longer than the limit.
 
 Memory order: words are aligned 8-byte stores; a reader that must also see what the writer wrote *before*
-takes and drops the writer's lock after it saw the word (see ``docs/protocol.md``).
+takes and drops the writer's lock after it saw the word (see ``docs/protocol.md``). The memory itself, with
+its locks, is in ``_slots.py``; who is to blame for a silence is found in ``_blame.py``.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
-import mmap
 import os
 import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
@@ -30,27 +29,22 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from odcengine._between_nodes import OtherNodes, Store
-from odcengine._hang import DEADLINE_EXIT_CODE, RankState, StackFile, ask_for_stack, report
-from odcengine._memory import FileLocks, create_memory, map_memory, share_descriptors
-from odcengine._words import MEETING_RANGE, Meeting, Phase, Word, explain_tag, make_tag
+from odcengine._blame import Blame
+from odcengine._hang import DEADLINE_EXIT_CODE, StackFile
+from odcengine._memory import share_descriptors
+from odcengine._slots import Slots, create_slots
+from odcengine._words import ACTIVE, LEFT, MEETING_RANGE, Meeting, Phase, Word, explain_tag, make_tag
 from odcengine.errors import DeadlineError, PeerError, UsageError
 from odcengine.topology import Topology
 
 __all__ = ["ControlBlock", "EventRecorder", "Meeting", "Phase", "Store", "Work"]
 
-logger = logging.getLogger(__name__)
-
-_MESSAGE_BYTES = 4096
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
 _PEER_CHECK_S, _LOOK_FOR_CAUSE_S = 0.05, 6.0
 _GIVE_UP_S = 1.0  # then a failure is told or read without the lock of its slot
 _ON_ITS_WAY_S = 1.0  # that bytes of a rank that has failed since may take between two sockets
-_STOPPED_S = 1.0  # a waiting rank that has not looked around for so long is not waiting but stopped
 _SUSPENDED_S = 1.0  # a nap that took so long was none: the whole job may have been stopped for a while
-_WORDS_PER_SLOT = 32
-_ACTIVE, _LEFT = 1, 2
 _PRIMARY, _SECONDARY = 1, 2
-_ALIVE_LOCK, _SLOT_LOCK, _FIRST_USER_LOCK = 0, 1, 2  # each times the group's size, plus the local index
 
 
 def _within(seconds: float, ready: Callable[[], bool]) -> bool:
@@ -115,19 +109,13 @@ class ControlBlock:
         self._error_file = error_file
         self._size = len(topology.peers)
         self._me = topology.local_rank
-        words_nbytes = self._size * _WORDS_PER_SLOT * 8
-        fds = None
-        if self._me == 0:
-            fds = [create_memory("odc-control", words_nbytes + self._size * _MESSAGE_BYTES)]
-        (self._fd,) = self.share(fds)
-        self._map: mmap.mmap = map_memory(self._fd)
-        self._locks = FileLocks(self._fd)
-        shape = (self._size, _WORDS_PER_SLOT)
-        self._words = np.ndarray(shape, dtype=np.int64, buffer=self._map)
-        self._mine = self._words[self._me]
-        self._messages = np.ndarray(
-            (self._size, _MESSAGE_BYTES), dtype=np.uint8, buffer=self._map, offset=words_nbytes
-        )
+        (fd,) = self.share([create_slots(self._size)] if self._me == 0 else None)
+        self._slots = Slots(topology, fd)
+        self._words, self._mine = self._slots.words, self._slots.mine
+        stack_file = None
+        if error_file is not None:
+            stack_file = Path(error_file).with_name(f"stack-rank{topology.rank}.txt")
+        self._blame = Blame(topology, self._slots, stack_file)
         self._pid = os.getpid()
         self._barriers = 0
         self._ended: tuple[int, int] | None = None  # see end_micro_batches
@@ -136,13 +124,13 @@ class ControlBlock:
             self._other_nodes = OtherNodes(topology, store, self._signs, timeout_s)
         self._excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.closed = False
-        if not self._locks.try_acquire(self._offset(_ALIVE_LOCK, self._me)):
+        if not self._slots.claim():
             raise UsageError(f"{self.describe(self._me)}: two processes run as the same local rank")
         self._mine[Word.PID] = os.getpid()
-        self._stacks = StackFile(self._stack_path(topology.rank))
+        self._stacks = StackFile(stack_file)
         self._mine[Word.DUMPS] = self._stacks.active
         self.beat()
-        self._mine[Word.STATE] = _ACTIVE
+        self._mine[Word.STATE] = ACTIVE
         self.wait_until(
             lambda: bool((self._words[:, Word.STATE] != 0).all()),
             "start of the control block",
@@ -173,7 +161,9 @@ class ControlBlock:
         self.beat()
 
     def _signs(self) -> list[tuple[int, bool]]:
-        return [(int(words[Word.PROGRESS_NS]), self._is_waiting(i)) for i, words in enumerate(self._words)]
+        return [
+            (int(words[Word.PROGRESS_NS]), self._slots.is_waiting(i)) for i, words in enumerate(self._words)
+        ]
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -201,12 +191,10 @@ class ControlBlock:
         secondary = isinstance(error, PeerError)
         culprit = error.rank if isinstance(error, PeerError) else self.topology.rank
         cause = f"{type(error).__name__}: {error}"
-        place = f"{self.describe(self._me)} failed in {self._where(self._me)}"
+        place = f"{self.describe(self._me)} failed in {self._slots.where(self._me)}"
         message = str(error) if secondary else f"{place}: {cause}"
-        encoded = message.encode(errors="replace")[: _MESSAGE_BYTES - 1]
-        with self._slot_lock(self._me, give_up_s=_GIVE_UP_S):
-            self._messages[self._me, : len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
-            self._messages[self._me, len(encoded)] = 0
+        with self._slots.locked(self._me, _GIVE_UP_S, or_without=True):
+            self._slots.write_message(message)
             self._mine[Word.CULPRIT] = 0 if culprit is None else culprit + 1
             self._mine[Word.ABORT] = _SECONDARY if secondary else _PRIMARY
         for listener in self.failure_listeners:
@@ -253,7 +241,7 @@ class ControlBlock:
             self._other_nodes.exchange(now=now)
         except PeerError as error:
             if error.rank in self.topology.peers and error.rank != self.topology.rank:
-                self._tell_places([error.rank])  # another node has given up one of this node's ranks
+                self._blame.tell_places([error.rank])  # another node has given up one of this node's ranks
             raise
 
     def _raise_abort(self) -> None:
@@ -262,10 +250,10 @@ class ControlBlock:
         if index == self._me:
             raise UsageError(
                 f"{self.describe(self._me)} goes on after a failure in this job; "
-                f"the engine cannot: {self._message(index)}"
+                f"the engine cannot: {self._slots.message(index)}"
             )
-        with self._slot_lock(index, give_up_s=_GIVE_UP_S):
-            message, culprit = self._message(index), int(self._words[index, Word.CULPRIT]) - 1
+        with self._slots.locked(index, _GIVE_UP_S, or_without=True):
+            message, culprit = self._slots.message(index), int(self._words[index, Word.CULPRIT]) - 1
         raise PeerError(message, culprit if culprit >= 0 else None)
 
     def _check_failures(self) -> None:
@@ -274,21 +262,17 @@ class ControlBlock:
 
     def _check_peers_live(self) -> None:
         for index in range(self._size):
-            if index == self._me or self._words[index, Word.STATE] != _ACTIVE:
+            if index == self._me or self._words[index, Word.STATE] != ACTIVE:
                 continue
-            if self._locks.holder(self._offset(_ALIVE_LOCK, index)) is not None:
+            if self._slots.is_alive(index):
                 continue
             self.check()  # it may have said why
-            if self._words[index, Word.STATE] == _LEFT:
+            if self._words[index, Word.STATE] == LEFT:
                 continue
             raise PeerError(
-                f"{self.describe(index)} died or left without close() in {self._where(index)}",
+                f"{self.describe(index)} died or left without close() in {self._slots.where(index)}",
                 self.topology.peers[index],
             )
-
-    def _message(self, index: int) -> str:
-        raw: bytes = self._messages[index].tobytes()
-        return raw[: raw.index(0)].decode(errors="replace")
 
     def _write_error_record(self, error: BaseException, secondary: bool) -> None:
         if self._error_file is None:
@@ -334,7 +318,7 @@ class ControlBlock:
         Until the next barrier has passed, :meth:`check` raises where another rank of the node runs more: it
         would wait for a collective that this rank never enters.
         """
-        with self._slot_lock(self._me):
+        with self._slots.locked(self._me, self.timeout_s):
             self._mine[Word.ENDED_COUNT] = count
             self._mine[Word.ENDED_STEP] = step + 1
         self._ended = (step, count)
@@ -353,7 +337,8 @@ class ControlBlock:
     def _check_nobody_has_more(self, step: int, count: int) -> None:
         more = self._running_more(step, count)
         if more is not None:
-            self._synchronize_with((more,))  # words of one moment: what was read before is not read again
+            # Words of one moment: what was read before is not read again.
+            self._slots.synchronize_with((more,), self.timeout_s)
             if self._running_more(step, count) == more:
                 at_least = int(self._words[more, Word.MICRO_BATCH]) + 1
                 self._raise_unequal(step, more, at_least, self._me, count)
@@ -428,7 +413,17 @@ class ControlBlock:
                         next_check = now + int(_PEER_CHECK_S * 1e9)
                         self._check_failures()
                         remote = elsewhere() if elsewhere is not None else ()
-                        self._check_deadline(awaited(), remote, everyone, counted_from, limit_s, what)
+                        missing = awaited()
+                        self._check_nobody_left(missing, what)
+                        self._blame.check(
+                            missing,
+                            remote,
+                            self._other_nodes,
+                            everyone=everyone,
+                            start=counted_from,
+                            limit_s=limit_s,
+                            what=what,
+                        )
                 except PeerError as error:
                     if ready() or (not isinstance(error, DeadlineError) and _within(late_s, ready)):
                         break
@@ -492,124 +487,21 @@ class ControlBlock:
             f"{self.describe(self._me)}: {what} failed, as it does when another rank has gone: {error}"
         ) from error
 
-    def _check_deadline(
-        self,
-        awaited: Sequence[int],
-        elsewhere: Sequence[int],
-        everyone: bool,
-        start: int,
-        limit_s: float,
-        what: str,
-    ) -> None:
+    def _check_nobody_left(self, awaited: Sequence[int], what: str) -> None:
         for index in awaited:
-            if self._words[index, Word.STATE] == _LEFT:
+            if self._words[index, Word.STATE] == LEFT:
                 self.check()  # it may have failed before it left
                 raise PeerError(
                     f"{self.describe(index)} has closed its engine, but {self.describe(self._me)} waits in "
-                    f"{self._where(self._me)} for: {what}",
+                    f"{self._slots.where(self._me)} for: {what}",
                     self.topology.peers[index],
                 )
-        now = time.monotonic_ns()
-        signs = {index: int(self._words[index, Word.ALIVE_NS]) for index in awaited if index != self._me}
-        found: dict[int, tuple[int, bool]] = {}
-        if (everyone or elsewhere) and self._other_nodes is not None:
-            found = self._other_nodes.signs_of_life(limit_s)
-        remote = {rank: sign for rank, sign in found.items() if everyone or rank in elsewhere}
-        by_rank = {self.topology.peers[index]: sign for index, sign in signs.items()}
-        by_rank |= {rank: sign for rank, (sign, _) in remote.items()}
-        newest = max(by_rank.values(), default=0)
-        # Passing on the sign of the rank waited for keeps victims out of the blame; a circle of waiting
-        # ranks only passes the same sign around, and so still ends.
-        self._mine[Word.ALIVE_NS] = max(int(self._mine[Word.ALIVE_NS]), newest)
-        if by_rank:
-            self._mine[Word.LOOKED_NS] = now
-            self._mine[Word.WAITS_FOR] = min(by_rank, key=lambda rank: by_rank[rank]) + 1
-        latest = now - int(limit_s * 1e9)
-        if start > latest or (everyone and newest > latest):
-            return
-        silent = [index for index, sign in signs.items() if sign < latest]
-        silent_remote = [rank for rank, (sign, _) in remote.items() if sign < latest]
-        if not everyone:
-            # Nodes pass no signs on, so one that waits itself is given up only when nobody moves any more.
-            moved = max([sign for sign, _ in found.values()] + self._words[:, Word.PROGRESS_NS].tolist())
-            silent_remote = [rank for rank in silent_remote if moved < latest or not remote[rank][1]]
-        if not silent and not silent_remote:
-            return
-        # Those who wait for somebody themselves are victims.
-        silent = list(dict.fromkeys(self._follow(index, latest) for index in silent))
-        stuck = [index for index in silent if not self._is_waiting(index)]
-        stuck_remote = [rank for rank in silent_remote if not remote[rank][1]]
-        if stuck or stuck_remote:
-            silent, silent_remote = stuck, stuck_remote
-        names = [f"{self.describe(index)}, in {self._where(index)}" for index in silent]
-        names += [self.topology.describe(rank) for rank in silent_remote]
-        blamed = [*(self.topology.peers[index] for index in silent), *silent_remote]
-        told = self._tell_places(blamed)
-        raise DeadlineError(
-            f"no sign of life for {limit_s:g} s (odc.timeout_s) from {'; '.join(names)}. "
-            f"{self.describe(self._me)} waited in {self._where(self._me)} for: {what}",
-            blamed[0],
-            report=told,
-        )
-
-    def _tell_places(self, blamed: Sequence[int]) -> str:
-        """Log where the ranks of this node are, and have them write their stacks; returns what was logged."""
-        states = []
-        for index, rank in enumerate(self.topology.peers):
-            words = self._words[index]
-            if words[Word.STATE] != _ACTIVE:
-                continue
-            states.append(
-                RankState(
-                    rank,
-                    self._place(index),
-                    int(words[Word.WAITS_FOR]) - 1 if self._is_waiting(index) else None,
-                    (time.monotonic_ns() - int(words[Word.PROGRESS_NS])) / 1e9,
-                )
-            )
-            alive = index == self._me or self._locks.holder(self._offset(_ALIVE_LOCK, index)) is not None
-            if words[Word.DUMPS] and alive:
-                ask_for_stack(int(words[Word.PID]))
-        lines = [report(states, blamed, self.topology.world_size - self._size)]
-        folder = self._stack_path(self.topology.rank)
-        if folder is not None:
-            lines.append(f"the Python stacks of their threads: {folder.with_name('stack-rank*.txt')}")
-        told = "\n".join(lines)
-        logger.error("%s", told)
-        return told
-
-    def _stack_path(self, rank: int) -> Path | None:
-        return None if self._error_file is None else Path(self._error_file).with_name(f"stack-rank{rank}.txt")
-
-    def _is_waiting(self, index: int) -> bool:
-        looked = int(self._words[index, Word.LOOKED_NS])
-        return bool(self._words[index, Word.WAITS_FOR]) and time.monotonic_ns() - looked < _STOPPED_S * 1e9
-
-    def _follow(self, index: int, latest: int) -> int:
-        """The end of the chain of ranks of this node in which each waits for the next; itself in a circle.
-
-        A rank that has not looked around lately may be stopped, or a victim that got no time to look: it is
-        one where the rank that it waits for does not wait and gave no sign since ``latest`` (ns).
-        """
-        end, seen = index, {self._me}
-        while end not in seen:
-            seen.add(end)
-            rank = int(self._words[end, Word.WAITS_FOR]) - 1
-            if rank not in self.topology.peers:
-                return end
-            awaited = self.topology.peers.index(rank)
-            words = self._words[awaited]
-            no_suspect = awaited == self._me or words[Word.WAITS_FOR] or words[Word.ALIVE_NS] >= latest
-            if no_suspect and not self._is_waiting(end):
-                return end
-            end = awaited
-        return index
 
     # -- flag B and the node's barrier -----------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Raise flag B: everything this rank wrote before is there for a peer that saw ``epoch``."""
-        with self._slot_lock(self._me):
+        with self._slots.locked(self._me, self.timeout_s):
             self._mine[Word.EPOCH] = epoch + 1
         self.beat()
 
@@ -620,7 +512,7 @@ class ControlBlock:
             f"parameters of epoch {epoch} of {self.describe(index)}",
             lambda: (index,),
         )
-        self._synchronize_with((index,))
+        self._slots.synchronize_with((index,), self.timeout_s)
         return seconds
 
     def barrier(self, meeting: Meeting, number: int = 0) -> float:
@@ -641,7 +533,7 @@ class ControlBlock:
         arrivals, tag = self._barriers, make_tag(meeting, number)
         # A rank can be one barrier ahead while this one still reads, never two: hence two words.
         word = Word.TAG_ODD if arrivals % 2 else Word.TAG_EVEN
-        with self._slot_lock(self._me):
+        with self._slots.locked(self._me, self.timeout_s):
             self._mine[word] = tag
             self._mine[Word.BARRIER] = arrivals
         self.beat()
@@ -651,7 +543,7 @@ class ControlBlock:
             meeting.explain(number),
             lambda: np.flatnonzero(entered < arrivals).tolist(),
         )
-        self._synchronize_with(range(self._size))
+        self._slots.synchronize_with(range(self._size), self.timeout_s)
         self._ended = None
         self.compare_tags(dict(zip(self.topology.peers, self._words[:, word].tolist(), strict=True)))
         return seconds
@@ -680,68 +572,24 @@ class ControlBlock:
             raise PeerError(message, ended[0])
         raise UsageError(message)
 
-    def _synchronize_with(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            if index != self._me:
-                with self._slot_lock(index):
-                    pass
-
     # -- locks -----------------------------------------------------------------------------------------
 
     def try_lock(self, number: int) -> bool:
         """Take the node-wide lock ``number`` (from 0) if it is free; returns whether it was."""
-        return self._locks.try_acquire(self._offset(_FIRST_USER_LOCK, 0) + number)
+        return self._slots.try_lock(number)
 
     def lock(self, number: int, what: str) -> float:
         """Take the node-wide lock ``number``; returns seconds waited, raises as :meth:`wait_until`.
 
         The deadline's message names the holder.
         """
-        offset = self._offset(_FIRST_USER_LOCK, 0) + number
         return self.wait_until(
-            lambda: self._locks.try_acquire(offset), f"lock on {what}", lambda: self._holder(offset)
+            lambda: self._slots.try_lock(number), f"lock on {what}", lambda: self._slots.holders(number)
         )
 
     def unlock(self, number: int) -> None:
         """Give up lock ``number``."""
-        self._locks.release(self._offset(_FIRST_USER_LOCK, 0) + number)
-
-    def _holder(self, offset: int) -> Sequence[int]:
-        pid = self._locks.holder(offset)
-        found = np.flatnonzero(self._words[:, Word.PID] == pid).tolist() if pid else []
-        return found or [index for index in range(self._size) if index != self._me]
-
-    @contextlib.contextmanager
-    def _slot_lock(self, index: int, *, give_up_s: float | None = None) -> Iterator[None]:
-        """Hold the lock of a slot; after ``give_up_s`` go on without it, else raise at the deadline.
-
-        An exception from a signal handler (Ctrl-C) can come between taking a lock and releasing it. Who
-        tells or reads of a failure must get through all the same.
-        """
-        offset, taken = self._offset(_SLOT_LOCK, index), True
-        if not self._locks.try_acquire(offset):
-            deadline = time.monotonic() + (self.timeout_s if give_up_s is None else give_up_s)
-            while not self._locks.try_acquire(offset):
-                if time.monotonic() < deadline:
-                    time.sleep(_FIRST_NAP_S)
-                elif give_up_s is not None:
-                    taken = False
-                    break
-                else:
-                    holders = self._holder(offset) or [self._me]
-                    raise DeadlineError(
-                        f"the control slot of {self.describe(index)} was locked for {self.timeout_s:g} s "
-                        f"(odc.timeout_s) by {'; '.join(map(self.describe, holders))}",
-                        self.topology.peers[holders[0]],
-                    )
-        try:
-            yield
-        finally:
-            if taken:
-                self._locks.release(offset)
-
-    def _offset(self, kind: int, index: int) -> int:
-        return kind * self._size + index
+        self._slots.unlock(number)
 
     # -- drawing work ----------------------------------------------------------------------------------
 
@@ -764,7 +612,7 @@ class ControlBlock:
         if self._other_nodes is not None:
             return self._other_nodes.draw(serial)
         shared = self._words[0]
-        with self._slot_lock(0):
+        with self._slots.locked(0, self.timeout_s):
             if shared[Word.DRAWN_FROM] > serial:
                 raise UsageError(
                     f"{self.describe(self._me)}: minibatch {serial} of the loader is over, another rank is "
@@ -796,28 +644,12 @@ class ControlBlock:
 
     def describe(self, index: int) -> str:
         """Name local rank ``index`` in messages, with host and process id."""
-        text = self.topology.describe(self.topology.peers[index])
-        pid = int(self._words[index, Word.PID])
-        return f"{text[:-1]}, pid {pid})" if pid else text
+        return self._slots.describe(index)
 
     def describe_rank(self, rank: int) -> str:
         """Name a global rank in messages, with its process id where it is of this node."""
         peers = self.topology.peers
         return self.describe(peers.index(rank)) if rank in peers else self.topology.describe(rank)
-
-    def _where(self, index: int) -> str:
-        text, waits_for = self._place(index), int(self._words[index, Word.WAITS_FOR]) - 1
-        return (
-            f"{text} (itself waiting for rank {waits_for})" if waits_for >= 0 and index != self._me else text
-        )
-
-    def _place(self, index: int) -> str:
-        words = self._words[index]
-        text = f"step {words[Word.STEP]}"
-        phase = Phase(int(words[Word.PHASE]))
-        if phase in (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN):
-            text += f", micro-batch {words[Word.MICRO_BATCH]}"
-        return f"{text}, {phase.label}"
 
     def part_from_nodes(self) -> None:
         """Ask the store between nodes no more. Rank 0, which serves it, waits until nobody does.
@@ -844,8 +676,6 @@ class ControlBlock:
         if self._excepthooks is not None and sys.excepthook is self._excepthooks[1]:
             sys.excepthook = self._excepthooks[0]
         if self.is_owner:
-            self._mine[Word.STATE] = _LEFT
-        del self._words, self._mine, self._messages
-        with contextlib.suppress(BufferError):  # a traceback still holds a view; unmapped when it goes
-            self._map.close()
-        os.close(self._fd)  # drops this process's locks, the one that says "alive" included
+            self._mine[Word.STATE] = LEFT
+        del self._words, self._mine  # views of what goes now
+        self._slots.close()

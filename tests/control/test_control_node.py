@@ -23,8 +23,9 @@ from distributed import RankResult, run_ranks, values
 from transport.conformance import MARGIN_S, Report, end_stopped, report_of, state, survivors
 
 from odcengine._memory import share_descriptors
+from odcengine._slots import _SLOT_LOCK
 from odcengine._words import Word
-from odcengine.control import _SLOT_LOCK, ControlBlock, Meeting, Phase
+from odcengine.control import ControlBlock, Meeting, Phase
 from odcengine.errors import DeadlineError, OdcError, PeerError, UsageError
 from odcengine.topology import Topology
 
@@ -140,8 +141,8 @@ def _gives_up(rank: int, world: int, token: str) -> tuple[str, bool]:
     told, waits = "", False
     if rank == 1:
         error = report_of(lambda: control.wait_until(lambda: False, "rank 0", lambda: (0,), timeout_s=0.3))
-        with mock.patch("odcengine.control._STOPPED_S", 60.0):  # whenever this process gets to ask
-            told, waits = error.error_type, control._is_waiting(1)
+        with mock.patch("odcengine._slots._STOPPED_S", 60.0):  # whenever this process gets to ask
+            told, waits = error.error_type, control._slots.is_waiting(1)
     control.barrier(Meeting.END_OF_STEP)
     return told, waits
 
@@ -332,7 +333,8 @@ def _lock_left(rank: int, world: int, token: str) -> Report | float:
     if rank == 1:
         return report_of(lambda: control.wait_epoch(0, 0))
     deadline = time.monotonic() + MARGIN_S
-    while not control._locks.try_acquire(control._offset(_SLOT_LOCK, 0)):  # as if Ctrl-C came right after it
+    slots = control._slots
+    while not slots.locks.try_acquire(slots._offset(_SLOT_LOCK, 0)):  # as if Ctrl-C came right after it
         assert time.monotonic() < deadline  # rank 1 holds it for a moment at the end of the barrier
     start = time.monotonic()
     control.fail(KeyboardInterrupt())
