@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from odcengine._config_check import did_you_mean
+from odcengine._config_schema import did_you_mean
 from odcengine.config import DEVICE_OF_TRANSPORT, Config, load_config
 from odcengine.errors import ConfigError, UsageError
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Mapping
+from typing import Any
 
-import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from odcengine import _config_deepspeed as deepspeed
+from odcengine._config_contradictions import contradictions
+from odcengine._config_schema import (
+    all_paths,
+    choices,
+    did_you_mean,
+    form,
+    nearest,
+    nested_models,
+    section_form,
+    section_models,
+    text_hint,
+)
 from odcengine._config_source import Path, Problem, Source, read_source, show, show_path
-from odcengine.config import DEVICE_OF_TRANSPORT, MAX_INT, PARAMS, Choice, Config, SgdParams
+from odcengine.config import PARAMS, Choice, Config
 from odcengine.errors import ConfigError
 
 REFUSED_VALUES: dict[str, tuple[tuple[Any, str], ...]] = {
@@ -236,7 +245,7 @@ class _Checker:
                     self._auto(value, here)
             elif value == deepspeed.AUTO:
                 field = self.field(here)
-                if field is None or "auto" in _choices(field.annotation):
+                if field is None or "auto" in choices(field.annotation):
                     continue
                 if (accepted := deepspeed.AUTO_VALUES.get(show_path(here))) is None:
                     self.problem(here, f"`auto` is not accepted here; expected {form(field)}")
@@ -301,10 +310,10 @@ class _Checker:
         while self.field(owner) is None and len(owner) > 1:
             owner = owner[:-1]
         field, section = self.field(owner), self.model(owner)
-        choices = _choices(field.annotation) if field is not None else []
+        words = choices(field.annotation) if field is not None else []
         expected = form(field) if field is not None else "another value"
         if section is not None and section is not Choice:
-            expected = _mapping(section)
+            expected = section_form(section)
         if kind == "missing":
             self.problem(path, f"missing; expected {expected}")
             return path[:1]  # only sections with a type have keys that must be given
@@ -315,7 +324,7 @@ class _Checker:
         else:
             hint = ""
             if isinstance(value, str):
-                hint = did_you_mean(value, choices) or _text_hint(value, expected)
+                hint = did_you_mean(value, words) or text_hint(value, expected)
             if kind == "less_than_equal" and "<=" not in expected:
                 expected += f", at most {detail['ctx']['le']}"
             message = f"got {show(value)}; {hint}expected {expected}"
@@ -327,10 +336,10 @@ class _Checker:
         key, section = str(path[-1]), path[:-1]
         model = self.model(section)
         here = list(model.model_fields) if model is not None else []
-        elsewhere = [known for known in _all_paths() if known.rpartition(".")[2] == key]
+        elsewhere = [known for known in all_paths() if known.rpartition(".")[2] == key]
         if elsewhere:
             return f"unknown key here; it belongs at {' or '.join(elsewhere[:3])}"
-        near = _nearest(key, [*here, *deepspeed.known_keys(show_path(section))])
+        near = nearest(key, [*here, *deepspeed.known_keys(show_path(section))])
         if near:
             return f"unknown key; did you mean {near}?"
         where = show_path(section) or "the top level"
@@ -342,286 +351,3 @@ class _Checker:
             keys = [tuple(path.split(".")) for path in paths]
             if not any(key[: len(bad)] == bad for key in keys for bad in self.dropped):
                 self.problem(keys[0], message)
-
-
-def _backend_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What DeepSpeed as the back end does otherwise, or not at all."""
-    if config.odc.backend == "fsdp2":
-        if config.deepspeed:
-            yield (
-                ("deepspeed", "odc.backend"),
-                "is for odc.backend: deepspeed only; remove it, or set the backend",
-            )
-        return
-    odc = config.odc
-    wrong = {
-        "odc.transport": (odc.transport == "collective", "collective is stock DeepSpeed; expected auto"),
-        "odc.lockstep": (odc.lockstep, "measures fsdp2 only; expected false"),
-        "odc.deterministic": (odc.deterministic, "sums in rank order with fsdp2 only; expected false"),
-        "odc.wrap": (odc.wrap != "auto", "DeepSpeed shards parameter by parameter; remove it"),
-        "odc.experts": (odc.experts != "all", "DeepSpeed gathers whole tensors; expected all"),
-        "odc.reshard_after_forward": (
-            not odc.reshard_after_forward,
-            "set deepspeed.zero_optimization.stage3_max_live_parameters and stage3_max_reuse_distance",
-        ),
-        "model.compile": (config.model.compile, "not with odc.backend: deepspeed; expected false"),
-        "model.reference": (
-            config.model.reference is not None,
-            "not with odc.backend: deepspeed; expected null",
-        ),
-        "checkpoint.dir": (
-            config.checkpoint.dir is not None,
-            "checkpoints are DeepSpeed's: call engine.save_checkpoint(dir) in the script, and remove it",
-        ),
-    }
-    for path, (is_wrong, message) in wrong.items():
-        if is_wrong:
-            yield (path, "odc.backend"), message
-
-
-def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields the keys and the message of every contradiction between valid values."""
-    yield from _backend_contradictions(config)
-    odc, balance = config.odc, config.balance
-    strategy = ("balance.strategy", "odc.transport", "odc.lockstep")
-    uneven = ("lb_mini", "dynamic")
-    equal = "local_sort or lb_micro, which give every rank equally many micro-batches"
-    if odc.transport == "collective":
-        if odc.lockstep:
-            yield (
-                ("odc.lockstep", "odc.transport"),
-                "measures a one-sided transport, but odc.transport is collective; expected false, or "
-                "transport auto or shm",
-            )
-        if balance.strategy in uneven:
-            yield strategy, f"{balance.strategy} cannot run with odc.transport: collective; expected {equal}"
-        if odc.sharding == "hybrid":
-            yield (
-                ("odc.sharding", "odc.transport"),
-                "hybrid needs the windows of a one-sided transport, but odc.transport is collective; "
-                "expected full",
-            )
-        if odc.experts == "chosen":
-            yield (
-                ("odc.experts", "odc.transport"),
-                "chosen needs a one-sided transport, but odc.transport is collective, where all ranks gather "
-                "the same; expected all",
-            )
-        if odc.node_size is not None:
-            yield (
-                ("odc.node_size", "odc.transport"),
-                "needs the windows of a one-sided transport, but odc.transport is collective; remove it",
-            )
-    elif odc.lockstep and balance.strategy in uneven:
-        yield strategy, f"{balance.strategy} cannot run with odc.lockstep: true; expected {equal}"
-    if odc.deterministic:
-        if balance.strategy == "dynamic":
-            yield (
-                ("balance.strategy", "odc.deterministic"),
-                "dynamic gives work to whoever is first, so which rank adds what differs from run to run; "
-                "expected lb_mini, or odc.deterministic: false",
-            )
-        if balance.learn_costs:
-            yield (
-                ("balance.learn_costs", "odc.deterministic"),
-                "plans with learned costs depend on measured times; expected false with "
-                "odc.deterministic: true",
-            )
-    if odc.device not in ("auto", DEVICE_OF_TRANSPORT.get(odc.transport, odc.device)):
-        yield (
-            ("odc.device", "odc.transport"),
-            f"ranks on {odc.device} cannot use odc.transport: {odc.transport}; expected auto",
-        )
-    if odc.unmapped and odc.transport != "nvshmem":
-        yield ("odc.unmapped", "odc.transport"), "is a test switch of odc.transport: nvshmem; remove it"
-    if odc.node_size is not None and odc.sharding == "full" and not odc.unmapped:  # a test of several hosts
-        yield (
-            ("odc.node_size", "odc.sharding"),
-            "has no use with odc.sharding: full; remove it, or set sharding to hybrid",
-        )
-    every, folder = config.monitor.timeline_every, config.monitor.timeline_dir
-    if (every > 0) != (folder is not None):
-        paths = ("monitor.timeline_every", "monitor.timeline_dir")
-        yield (
-            paths if every else paths[::-1],
-            f"has no effect without {paths[1] if every else paths[0]}; give both or neither",
-        )
-    checkpoint = config.checkpoint
-    stopping = config.preemption
-    asked = stopping.max_time is not None or stopping.signals != type(stopping)().signals
-    if checkpoint.dir is None and asked:
-        yield (
-            ("preemption", "checkpoint.dir"),
-            "saves a checkpoint before the job ends; give its directory in checkpoint.dir",
-        )
-    if checkpoint.every_n_steps and checkpoint.dir is None:
-        yield (
-            ("checkpoint.every_n_steps", "checkpoint.dir"),
-            "has no effect without checkpoint.dir; give the directory of the checkpoints",
-        )
-    if config.model.path is not None and config.model.config is not None:
-        yield (
-            ("model.config", "model.path"),
-            "is for random weights, but model.path names a model; keep one of the two",
-        )
-    lora = config.model.lora
-    if lora is not None and lora.path is not None and lora.model_fields_set != {"path"}:
-        others = sorted(lora.model_fields_set - {"path"})
-        yield (
-            ("model.lora.path", *(f"model.lora.{key}" for key in others)),
-            f"the adapter's own settings count; remove {', '.join(others)}",
-        )
-    limit = balance.max_tokens_per_micro_batch
-    if config.data.max_length > limit:
-        yield (
-            ("data.max_length", "balance.max_tokens_per_micro_batch"),
-            f"{config.data.max_length} is more than balance.max_tokens_per_micro_batch {limit}, so such a "
-            f"sample fits into no micro-batch; expected at most {limit}",
-        )
-    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
-    total = config.train_batch_size
-    if None not in (total, micro, steps) and total % (micro * steps):  # type: ignore[operator]
-        yield (
-            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-            f"{total} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x "
-            "ranks for any number of ranks; remove gradient_accumulation_steps, or make them agree",
-        )
-    optimizer = config.optimizer
-    if optimizer is not None:
-        params = optimizer.params
-        if params.fused and params.foreach:
-            yield (
-                ("optimizer.params.foreach", "optimizer.params.fused"),
-                "excludes fused: true; keep one of the two",
-            )
-        plain = isinstance(params, SgdParams) and (params.momentum == 0 or params.dampening != 0)
-        if isinstance(params, SgdParams) and params.nesterov and plain:
-            keys = ("nesterov", "momentum", "dampening")
-            yield (
-                tuple(f"optimizer.params.{key}" for key in keys),
-                "needs momentum > 0 and dampening 0",
-            )
-
-
-# --- the schema as text ---------------------------------------------------------------------------
-
-
-def section_models() -> dict[str, type[BaseModel]]:
-    """Returns the class of every top-level section whose keys do not depend on a ``type``."""
-    return {
-        name: field.annotation
-        for name, field in Config.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    }
-
-
-def nested_models() -> dict[str, type[BaseModel]]:
-    """Returns the class of every section inside of a section, by its path; they are null by default."""
-    found = {}
-    for section, model in section_models().items():
-        for name, field in model.model_fields.items():
-            for kind in get_args(field.annotation):
-                if isinstance(kind, type) and issubclass(kind, BaseModel):
-                    found[f"{section}.{name}"] = kind
-    return found
-
-
-def form(field: FieldInfo) -> str:
-    """Returns what a field accepts, in words."""
-    return _form(field.annotation, field.metadata)
-
-
-def _form(annotation: Any, metadata: list[Any]) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        inner = [m for a in args[1:] for m in (a.metadata if isinstance(a, FieldInfo) else [a])]
-        return _form(args[0], [*inner, *metadata])
-    if origin in (Union, types.UnionType):
-        kinds = [arg for arg in args if arg is not type(None)]
-        if len(kinds) == 1 and isinstance(kinds[0], type) and _is_section(kinds[0]):
-            return f"{_mapping(kinds[0])}, or null"
-        if all(map(_is_section, kinds)):
-            return "a mapping with the keys type and params, or null"
-        return " or ".join(_form(arg, metadata) for arg in args)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
-    if origin is dict:
-        return "a mapping"
-    if origin is tuple:
-        count = "" if args[-1] is ... else f" of {len(args)}"
-        return f"a list{count}, each {_form(args[0], [])}"
-    if _is_section(annotation):
-        return _mapping(annotation)
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return names.get(annotation, "null") + (_bounds(metadata) if annotation in (int, float) else "")
-
-
-def _mapping(model: type[BaseModel]) -> str:
-    return f"a mapping with the keys {', '.join(model.model_fields)}"
-
-
-def _is_section(annotation: Any) -> bool:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _is_section(args[0])
-    if origin in (Union, types.UnionType):
-        return all(_is_section(arg) for arg in args)
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _bounds(metadata: list[Any]) -> str:
-    bounds = []
-    for item in metadata:
-        if isinstance(item, annotated_types.Ge):
-            bounds.append(f">= {item.ge}")
-        elif isinstance(item, annotated_types.Gt):
-            bounds.append(f"> {item.gt}")
-        elif isinstance(item, annotated_types.Lt):
-            bounds.append(f"< {item.lt}")
-        elif isinstance(item, annotated_types.Le) and item.le != MAX_INT:
-            bounds.append(f"<= {item.le:g}" if isinstance(item.le, float) else f"<= {item.le}")
-    return " " + " and ".join(bounds) if bounds else ""
-
-
-def _choices(annotation: Any) -> list[str]:
-    """Returns the words that a field accepts."""
-    if get_origin(annotation) is Literal:
-        return [arg for arg in get_args(annotation) if isinstance(arg, str)]
-    return [choice for arg in get_args(annotation) for choice in _choices(arg)]
-
-
-def _nearest(word: str, names: list[str]) -> str | None:
-    lower = {name.lower(): name for name in names}
-    found = difflib.get_close_matches(word.lower()[:80], lower, n=1, cutoff=0.6)
-    return lower[found[0]] if found else None
-
-
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """``did you mean X? ``, with the nearest of the names; empty where none is near."""
-    near = _nearest(word, list(names))
-    return f"did you mean {near}? " if near else ""
-
-
-def _text_hint(value: str, expected: str) -> str:
-    """Explains text where a number or a truth value belongs."""
-    if expected.startswith(("a number", "a whole number")):
-        try:
-            float(value)
-        except ValueError:
-            return ""
-        return "it is text, remove the quotes; "
-    if expected.startswith("true or false") and value.lower() in ("yes", "no", "on", "off", "y", "n"):
-        return f"it is text in YAML 1.2, write {str(value.lower() in ('yes', 'on', 'y')).lower()}; "
-    return ""
-
-
-def _all_paths() -> list[str]:
-    """Returns the path of every key of the schema and of every known key of DeepSpeed."""
-    paths = list(Config.model_fields)
-    for name, model in (section_models() | nested_models()).items():
-        paths += [f"{name}.{key}" for key in model.model_fields]
-    for name, kinds in PARAMS.items():
-        for model in kinds.values():
-            paths += [f"{name}.params.{key}" for key in model.model_fields]
-    paths += [*deepspeed.NO_EFFECT, *deepspeed.REFUSED]
-    return list(dict.fromkeys(paths))

@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from odcengine import _config_deepspeed as deepspeed
-from odcengine._config_check import REFUSED_VALUES, form, nested_models, section_models
+from odcengine._config_check import REFUSED_VALUES
+from odcengine._config_schema import form, nested_models, section_models
 from odcengine.config import AUTO_SAMPLES_PER_RANK, PARAMS, Config
 
 _INTRO = """\

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from odcengine._attach import attach
-from odcengine._config_check import did_you_mean
+from odcengine._config_schema import did_you_mean
 from odcengine.errors import ConfigError
 
 try:
