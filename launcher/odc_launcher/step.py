@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from odc_launcher import failure, slurm
+from odc_launcher.children import ChildSetup, caught_signals, read_signals
 from odc_launcher.early import EarlySignals
 from odc_launcher.job import JobPlan
-from odc_launcher.local import TERM_GRACE_S, ChildSetup, caught_signals, read_signals
+from odc_launcher.local import TERM_GRACE_S
 from odc_launcher.plan import parse_signals
 from odcengine.errors import ConfigError
 from odcengine.preemption import REQUEUE_EXIT_CODE
