@@ -200,6 +200,7 @@ def initialize(
                 if settings.model.compile:
                     _compile(model, blocks)
             engine._resume()
+        control.enter(Phase.BETWEEN, step=engine.global_steps, micro_batch=0)
     except BaseException:
         if engine is not None:
             engine._stop.close()  # signals have their usual effect again

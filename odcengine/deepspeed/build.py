@@ -67,6 +67,7 @@ def initialize_deepspeed(
         job.control.close()  # the others have been told
         raise
     made = ZeroEngine(attached, odc, job, settings, monitor, loader, loss_fn)
+    job.control.enter(Phase.BETWEEN, step=0, micro_batch=0)
     return made, made.optimizer, loader, made.scheduler
 
 

@@ -125,7 +125,6 @@ class AttachedModel:
         setattr(model, _ATTRIBUTE, self)
         self._at_exit = functools.partial(_leave_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
-        self._control.enter(Phase.BETWEEN, step=0, micro_batch=0)
 
     # -- a minibatch -----------------------------------------------------------------------------------
 
@@ -452,10 +451,12 @@ def attach_fsdp2(model: nn.Module, optimizer: Any | Sequence[Any] | None, settin
                     ignored[0],
                     len(ignored),
                 )
-            return AttachedModel(model, optimizers, job, settings)
+            attached = AttachedModel(model, optimizers, job, settings)
     except BaseException:
         job.control.close()  # the others have been told
         raise
+    job.control.enter(Phase.BETWEEN, step=0, micro_batch=0)
+    return attached
 
 
 def _optimizers(model: nn.Module, given: Any | Sequence[Any] | None) -> list[Optimizer]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from odcengine.control import EventRecorder
+from odcengine.control import ControlBlock, EventRecorder, Phase
 from odcengine.device import Mark
 from odcengine.errors import UsageError
 from odcengine.sharding.layout import ParamEntry, ParamGroup
@@ -88,10 +88,12 @@ class Sharding(abc.ABC):
     Args:
         model: the sharded model.
         groups: its groups.
+        control: the node's control block.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup], control: ControlBlock) -> None:
         self.model = model
+        self.control = control
         self.groups = list(groups)
         self.trainable: list[ParamEntry] = [entry for group in groups for entry in group.trainable]
         self.device = self.groups[0].entries[0].local.device
@@ -130,13 +132,15 @@ class Sharding(abc.ABC):
         """Called when gradients arrive.
 
         Raises:
-            UsageError: they come from a backward that the engine does not know of.
+            UsageError: they come from a backward that the engine does not know of, and nobody else would tell
+                the other ranks.
         """
         if not self._counted:
-            raise UsageError(
-                "a backward outside of engine.backward(loss): its gradients would be summed but not counted. "
-                "Call engine.backward(loss) instead of loss.backward()"
-            )
+            with self.control.phase(Phase.BACKWARD):
+                raise UsageError(
+                    "a backward outside of engine.backward(loss): its gradients would be summed but not "
+                    "counted. Call engine.backward(loss) instead of loss.backward()"
+                )
 
     def check_parameters(self) -> None:
         """Look whether what other ranks see of the parameters is what this rank has.

@@ -31,8 +31,7 @@ class CollectiveSharding(Sharding):
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[ParamGroup], control: ControlBlock) -> None:
-        super().__init__(model, groups)
-        self.control = control
+        super().__init__(model, groups, control)
         if control.topology.world_size > 1:  # else FSDP2 calls no hook
             for group in self.groups:
                 group.module.set_custom_all_gather(_TimedAllGather(self, group))

@@ -117,9 +117,8 @@ class OnDemandSharding(Sharding):
         deterministic: bool = False,
         chosen_experts: bool = False,
     ) -> None:
-        super().__init__(model, groups)
+        super().__init__(model, groups, control)
         self.transport = transport
-        self.control = control
         self.epoch = -1
         self._lockstep = lockstep
         self._between_nodes = between_nodes
