@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from odcengine._garbage import QuietGarbage
 from odcengine._summed_loss import LossFn, SummedLoss
 from odcengine._sums import sum_over_ranks
+from odcengine.balance.online import Work
 from odcengine.checkpoint.calls import CheckpointCalls
 from odcengine.checkpoint.checkpoints import Checkpoints
 from odcengine.checkpoint.state import Trained
@@ -40,7 +41,7 @@ from odcengine.data.minibatch import warn_of_unused
 from odcengine.device import Mark
 from odcengine.errors import CheckpointError, OdcError, UsageError
 from odcengine.losses import LossSum
-from odcengine.metrics import StepMetrics, whole_or_none
+from odcengine.metrics import StepMetrics, whole_or_none, work_of_ranks
 from odcengine.models import find_vocabulary
 from odcengine.monitor import Monitor
 from odcengine.preemption import Preempted, StopRequests
@@ -143,7 +144,6 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         if config.model.compile:  # the first step: a rank that compiles makes no progress
             self._control.timeout_s = max(config.odc.timeout_s, config.odc.startup_timeout_s)
         self._start_minibatch()
-        self._control.enter(Phase.BETWEEN, step=0, micro_batch=0)
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -270,7 +270,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         )
         minibatch, source = self._minibatch()
         warn_of_unused(minibatch, source, step=step, num_left=agreed.num_left, num_samples=agreed.num_samples)
-        self._learn(metrics)
+        self._learn(metrics, agreed.work)
         self._control.timeout_s = self.config.odc.timeout_s
         self.global_steps += 1
         self._monitor.end_step(metrics, self._started)
@@ -287,14 +287,14 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
             return self._balanced, "engine.balance()"
         return (None if self._loader is None else self._loader.in_step), "the loader's minibatch"
 
-    def _learn(self, metrics: StepMetrics) -> None:
+    def _learn(self, metrics: StepMetrics, work: Work | None) -> None:
         """Costs and speeds follow from what was computed in which time."""
         if self._balanced is not None:
-            line = self._balancer.measured(self._balanced, metrics.busy_s, metrics.num_samples)
+            line = self._balancer.measured(self._balanced, metrics.busy_s, metrics.num_samples, work)
             if line is not None and self.topology.rank == 0:
                 logger.warning("%s", line)
         elif self._loader is not None:
-            self._loader.measured(metrics.busy_s, metrics.num_samples)
+            self._loader.measured(metrics.busy_s, metrics.num_samples, work)
 
     def sum_over_ranks(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
         """Sum numbers of the script over all ranks; every rank calls it, between minibatches.
@@ -347,7 +347,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         with control.phase(Phase.AGREE):
             sums, of_ranks, used = self._sum_over_ranks(
                 [loss_sum, squared_norm, *self._known_sums()],
-                [busy_s, wait_s, self._monitor.tally.tokens, not math.isfinite(loss_sum)],
+                [busy_s, wait_s, not math.isfinite(loss_sum), *self._monitor.tally.work],
             )
             agreed = _Agreed.of(sums, of_ranks, used)
         with control.phase(Phase.UPDATE):
@@ -372,7 +372,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         with control.phase(Phase.COLLECT):
             mine = self._own_sums()
         with control.phase(Phase.AGREE):
-            known, (tokens,), used = self._sum_over_ranks(self._known_sums(), [self._monitor.tally.tokens])
+            known, work, used = self._sum_over_ranks(self._known_sums(), self._monitor.tally.work)
             device.sum_over_ranks(mine)
             fetch = device.start_fetch(torch.cat([mine, self._loss_sum[None]]))
         count = known[0]
@@ -396,7 +396,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
             _, (busy, wait, odd), _ = self._sum_over_ranks(
                 [], [busy_s, wait_s, not math.isfinite(own_loss_sum)]
             )
-            agreed = _Agreed.of([loss_sum, squared_norm, *known], [busy, wait, tokens, odd], used)
+            agreed = _Agreed.of([loss_sum, squared_norm, *known], [busy, wait, odd, *work], used)
             applied = self._reports_learning(agreed)
             if applied and self.scheduler is not None:
                 self.scheduler.step()
@@ -671,6 +671,7 @@ class _Agreed:
     wait_s: tuple[float, ...]
     num_samples: int | None
     tokens: tuple[int, ...] | None
+    work: Work | None
     flops: float | None
     used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
     odd_losses: tuple[int, ...]  # ranks whose loss is not finite
@@ -681,7 +682,8 @@ class _Agreed:
     @classmethod
     def of(cls, sums: list[float], of_ranks: list[list[float]], used: torch.Tensor) -> _Agreed:
         loss_sum, squared_norm, count, micro_batches, samples, flops, left, *votes, stops = sums
-        busy, wait, tokens, odd = of_ranks
+        busy, wait, odd, *rows = of_ranks
+        work = work_of_ranks(rows)
         return cls(
             loss_sum=loss_sum,
             count=count,
@@ -690,7 +692,8 @@ class _Agreed:
             busy_s=tuple(busy),
             wait_s=tuple(wait),
             num_samples=whole_or_none(samples),
-            tokens=None if math.isnan(sum(tokens)) else tuple(round(value) for value in tokens),
+            tokens=None if work is None else tuple(tokens for _, tokens, _ in work),
+            work=work,
             flops=None if math.isnan(flops) else flops,
             used=used,
             num_left=round(left),

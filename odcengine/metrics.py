@@ -100,7 +100,9 @@ class Tally:
 
     Attributes:
         samples: samples, without stand-ins for empty micro-batches.
-        tokens: their tokens.
+        micro_batches: with samples in them.
+        tokens: tokens of the samples.
+        squares: sum of the squares of their lengths.
         flops: model FLOP of their forward and backward.
         load_s: seconds in the loader.
 
@@ -119,7 +121,7 @@ class Tally:
 
     def reset(self) -> None:
         """Start a minibatch."""
-        self.samples = self.tokens = self.flops = self.load_s = 0.0
+        self.samples = self.micro_batches = self.tokens = self.squares = self.flops = self.load_s = 0.0
         self._pending: list[tuple[int, Lengths | None]] = []
         self._balanced: tuple[int, Lengths | None] | None = None
         self._counts_balanced = False
@@ -149,7 +151,7 @@ class Tally:
             return
         segments = getattr(batch, "segments", None)
         if segments is None:
-            self.samples = self.tokens = self.flops = math.nan
+            self.samples = self.micro_batches = self.tokens = self.squares = self.flops = math.nan
         else:  # the host's copy: reading the batch itself would wait for the GPU
             boundaries = segments.boundaries[: batch.num_sequences + 1]
             lengths = np.array([stop - start for start, stop in itertools.pairwise(boundaries)], np.int64)
@@ -159,10 +161,24 @@ class Tally:
         """A backward covers everything since the last one."""
         for samples, lengths in self._pending:
             self.samples += samples
+            self.micro_batches += samples > 0
             self.tokens += math.nan if lengths is None else float(lengths.sum())
+            self.squares += math.nan if lengths is None else float(np.square(lengths, dtype=np.float64).sum())
             known = lengths is not None and self._flops_of is not None
             self.flops += self._flops_of(lengths) if known else math.nan  # type: ignore[misc,arg-type]
         self._pending.clear()
+
+    @property
+    def work(self) -> list[float]:
+        """What costs are learned from: micro-batches, tokens and squares."""
+        return [self.micro_batches, self.tokens, self.squares]
+
+
+def work_of_ranks(rows: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...] | None:
+    """:attr:`Tally.work` of each rank, from the work of all ranks by kind; None where unknown."""
+    if not all(math.isfinite(value) for row in rows for value in row):
+        return None
+    return tuple(tuple(map(round, of_rank)) for of_rank in zip(*rows, strict=True))
 
 
 def whole_or_none(value: float) -> int | None:

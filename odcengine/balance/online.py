@@ -32,6 +32,8 @@ from odcengine.balance.plan import Plan
 
 Array = npt.NDArray[np.float64]
 Coefficients = tuple[float, float, float]
+Work = Sequence[Sequence[int]]
+"""Of each rank its micro-batches, tokens and sum of squared lengths."""
 
 SLOW = 0.9
 """A rank below this share of the median speed is reported as slow."""
@@ -104,19 +106,21 @@ class OnlineCost:
         self._newest = Fit(initial, (1.0,) * num_ranks, 0, 0.0)
         self._reported: tuple[int, ...] = ()
 
-    def update(self, plan: Plan, busy_s: Sequence[float]) -> None:
+    def update(self, done: Plan | Work, busy_s: Sequence[float]) -> None:
         """Remember a step.
 
         Args:
-            plan: what its ranks did.
+            done: what its ranks did: the plan that they followed; or for each rank its micro-batches, tokens,
+                and sum of squared lengths.
             busy_s: seconds of each rank at work, without waiting for others; the same on all ranks.
         """
-        if len(busy_s) != self.num_ranks or plan.num_ranks != self.num_ranks:
+        num_ranks = done.num_ranks if isinstance(done, Plan) else len(done)
+        if len(busy_s) != self.num_ranks or num_ranks != self.num_ranks:
             raise ValueError(
-                f"a plan for {plan.num_ranks} ranks and the times of {len(busy_s)}, but costs of "
+                f"the work of {num_ranks} ranks and the times of {len(busy_s)}, but costs of "
                 f"{self.num_ranks} ranks"
             )
-        self._steps.append(_Step(plan, tuple(busy_s)))
+        self._steps.append(_Step(done, tuple(busy_s)))
 
     def freeze(self, *, skip_last: int = 0) -> Callable[[], Fit]:
         """The steps up to now, to be fitted later and in another thread.
@@ -222,10 +226,10 @@ def _numbers_of(cost: CostModel) -> list[float]:
 class _Step:
     """What each rank did in a step, and how long it took."""
 
-    def __init__(self, plan: Plan | None, busy_s: tuple[float, ...]) -> None:
+    def __init__(self, done: Plan | Work, busy_s: tuple[float, ...]) -> None:
         self.busy_s = busy_s
-        self._plan = plan
-        self._work = np.zeros((0, 3), dtype=np.int64)
+        self._plan = done if isinstance(done, Plan) else None
+        self._work = np.array(() if isinstance(done, Plan) else done, dtype=np.int64).reshape(-1, 3)
 
     def work(self) -> npt.NDArray[np.int64]:
         """Micro-batches, tokens and sum of squared lengths of each rank, shape ``[ranks, 3]``."""
@@ -245,9 +249,7 @@ class _Step:
 
     @classmethod
     def from_lists(cls, lists: dict[str, Any]) -> _Step:
-        step = cls(None, tuple(lists["busy_s"]))
-        step._work = np.array(lists["work"], dtype=np.int64)
-        return step
+        return cls(lists["work"], tuple(lists["busy_s"]))
 
 
 # ---- the fit -------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from odcengine.balance import Fit, OnlineCost
+from odcengine.balance.online import Work
 from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, make_plan
 from odcengine.data.batch import MicroBatch
 from odcengine.data.dataset import TokenDataset
@@ -276,7 +277,7 @@ class MinibatchLoader:
     def _freeze_fit(self, skip_last: int) -> Callable[[], Fit] | None:
         return self.cost.freeze(skip_last=skip_last) if isinstance(self.cost, OnlineCost) else None
 
-    def measured(self, busy_s: Sequence[float], num_samples: int | None) -> None:
+    def measured(self, busy_s: Sequence[float], num_samples: int | None, work: Work | None = None) -> None:
         """Tell how long the step took that ended just now, where ``cost`` learns from it.
 
         Every rank calls it after each step with the same numbers. A step over anything but all samples of the
@@ -285,13 +286,17 @@ class MinibatchLoader:
         Args:
             busy_s: seconds of each rank at work, without waiting for others.
             num_samples: samples computed by all ranks together; None where unknown.
+            work: of each rank its micro-batches, tokens and sum of squared lengths. By default what the plan
+                says; a step whose work was drawn (``dynamic``) teaches nothing without it.
         """
         minibatch, self._unmeasured = self._unmeasured, None
         if not isinstance(self.cost, OnlineCost):
             return
-        known = self.strategy != "dynamic"  # else the plan does not say who did what
-        if known and minibatch is not None and num_samples == minibatch.num_samples_global:
-            self.cost.update(minibatch.plan, busy_s)
+        if minibatch is not None and num_samples == minibatch.num_samples_global:
+            if work is not None:
+                self.cost.update(work, busy_s)
+            elif self.strategy != "dynamic":  # its plan does not say who did what
+                self.cost.update(minibatch.plan, busy_s)
         line = self.cost.report() if self.rank == 0 else None
         if line is not None:
             logger.warning(line)

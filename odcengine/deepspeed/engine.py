@@ -28,7 +28,7 @@ from odcengine.deepspeed.attach import AttachedDeepSpeed
 from odcengine.deepspeed.stage3 import OnDemand
 from odcengine.errors import UsageError
 from odcengine.losses import LossSum
-from odcengine.metrics import StepMetrics, whole_or_none
+from odcengine.metrics import StepMetrics, whole_or_none, work_of_ranks
 from odcengine.models import find_vocabulary
 from odcengine.monitor import Monitor
 from odcengine.start import Job
@@ -134,7 +134,8 @@ class ZeroEngine:
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.deepspeed.step()
         norm, windows = float(self.deepspeed.get_global_grad_norm()), self._boundary
-        sums, (busy, wait, tokens) = self._agreed
+        sums, (busy, wait, *rows) = self._agreed
+        work = work_of_ranks(rows)
         loss_sum, count, micro_batches, samples, flops, left = sums
         metrics = StepMetrics(
             step=self.global_steps,
@@ -150,7 +151,7 @@ class ZeroEngine:
             gather_s=windows["fetch_s"],
             push_s=windows["push_s"],
             num_samples=whole_or_none(samples),
-            tokens=None if math.isnan(sum(tokens)) else tuple(round(value) for value in tokens),
+            tokens=None if work is None else tuple(tokens for _, tokens, _ in work),
             flops=None if math.isnan(flops) else flops,
             load_s=self._monitor.tally.load_s,
             crossed_bytes=int(windows["crossed_bytes"]),
@@ -163,7 +164,7 @@ class ZeroEngine:
                 num_left=round(left),
                 num_samples=metrics.num_samples,
             )
-            self._loader.measured(metrics.busy_s, metrics.num_samples)
+            self._loader.measured(metrics.busy_s, metrics.num_samples, work)
         if not metrics.applied and self.topology.rank == 0:
             reason = "its gradient is not finite" if count else "it has nothing to learn"
             logger.warning("step %d is skipped on all ranks: %s", self.global_steps, reason)
@@ -206,14 +207,15 @@ class ZeroEngine:
         known = [float(self._loss_sum), self._count, float(self._num_micro_batches)]
         known += [tally.samples, tally.flops, float(minibatch is not None and minibatch.left_early)]
         wait_s = self._odc.waited_s
-        table = torch.zeros(3, size, dtype=torch.float64)
         busy_s = self._met_at - self._started - wait_s
-        table[:, self.topology.rank] = torch.tensor([busy_s, wait_s, tally.tokens], dtype=torch.float64)
+        mine = torch.tensor([busy_s, wait_s, *tally.work], dtype=torch.float64)
+        table = torch.zeros(len(mine), size, dtype=torch.float64)
+        table[:, self.topology.rank] = mine
         message = torch.cat([torch.tensor(known, dtype=torch.float64), table.view(-1)])
         work = dist.all_reduce(message, group=self._job.host_group, async_op=True)
         self._control.wait_work(work, "the agreement on counts")
         sums: list[float] = message[: len(known)].tolist()
-        rows: list[list[float]] = message[len(known) :].view(3, size).tolist()
+        rows: list[list[float]] = message[len(known) :].view(table.shape).tolist()
         self._agreed = (sums, rows)
         return 1.0 / sums[1] if sums[1] else math.nan
 

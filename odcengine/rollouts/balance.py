@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from odcengine.balance import CostModel, OnlineCost, Plan, make_plan
+from odcengine.balance.online import Work
 from odcengine.config import Config
 from odcengine.data import MicroBatch, Minibatch, pack_samples
 from odcengine.data.lengths import naming
@@ -198,22 +199,25 @@ class Balancer:
             minibatch.draw_from(draw)
         return minibatch
 
-    def measured(self, minibatch: Minibatch, busy_s: Sequence[float], num_samples: int | None) -> str | None:
+    def measured(
+        self, minibatch: Minibatch, busy_s: Sequence[float], num_samples: int | None, work: Work | None
+    ) -> str | None:
         """Learn from a step over a minibatch, where it was over all of its samples.
 
         Args:
             minibatch: from :meth:`minibatch`.
             busy_s: seconds of each rank at work.
             num_samples: samples computed by all ranks together.
+            work: of each rank its micro-batches, tokens and sum of squared lengths; None where unknown.
 
         Returns:
             A line for the log where ranks have turned out to be slow.
         """
         costs = self._costs
-        if not isinstance(costs, OnlineCost) or self.draws:
-            return None  # a plan whose work was drawn does not say who did what
-        if num_samples == minibatch.num_samples_global:
-            costs.update(minibatch.plan, busy_s)
+        if not isinstance(costs, OnlineCost):
+            return None
+        if work is not None and num_samples == minibatch.num_samples_global:
+            costs.update(work, busy_s)
         return costs.report()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from distributed import run_ranks, values
 from torch import nn
@@ -41,7 +42,9 @@ def _loss(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
     )
 
 
-def _train(rank: int, world_size: int, seconds_per_token: float) -> tuple[str, Fit, list[tuple[float, ...]]]:
+def _train(
+    rank: int, world_size: int, seconds_per_token: float, strategy: str
+) -> tuple[str, Fit, list[tuple[float, ...]]]:
     torch.manual_seed(0)
     dice = np.random.default_rng(0)
     data = [
@@ -52,7 +55,7 @@ def _train(rank: int, world_size: int, seconds_per_token: float) -> tuple[str, F
         config={
             "train_batch_size": 8,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "balance": {"max_tokens_per_micro_batch": 60},
+            "balance": {"max_tokens_per_micro_batch": 60, "strategy": strategy},
             "odc": {"timeout_s": 60, "startup_timeout_s": 90},
         },
         model=model,
@@ -68,21 +71,21 @@ def _train(rank: int, world_size: int, seconds_per_token: float) -> tuple[str, F
         plans.update(minibatch.plan.to_json().encode())
         for micro_batch in minibatch:
             engine.backward(engine(micro_batch))
-        metrics = engine.step()
-        loader.measured(metrics.busy_s, metrics.num_samples)
-        busy.append(metrics.busy_s)
+        busy.append(engine.step().busy_s)
     engine.close()
     return plans.hexdigest(), loader.cost.fit(), busy
 
 
-def test_a_slow_rank_is_found_and_planned_for() -> None:
+@pytest.mark.parametrize("strategy", ["lb_mini", "dynamic"])
+def test_a_slow_rank_is_found_and_planned_for(strategy: str) -> None:
     measured = []
     for seconds_per_token in SECONDS_PER_TOKEN:
-        (plans, fit, busy), other = values(run_ranks(_train, 2, seconds_per_token, timeout_s=120))
+        (plans, fit, busy), other = values(run_ranks(_train, 2, seconds_per_token, strategy, timeout_s=120))
         assert other == (plans, fit, busy)
         ratios = [slow / fast for fast, slow in busy]
         first, last = np.median(ratios[:8]), np.median(ratios[-8:])  # the first have equal work
         measured.append((fit.slow_ranks, fit.speeds, first, last))
-        if fit.slow_ranks == (1,) and 0.5 < fit.speeds[1] < 0.8 and first > 1.3 and last < 1.25:
+        found = fit.slow_ranks == (1,) and 0.5 < fit.speeds[1] < 0.8
+        if found and last < 1.25 and (first > 1.3 or strategy == "dynamic"):  # drawn work evens out by itself
             return
     raise AssertionError(measured)

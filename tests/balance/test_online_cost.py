@@ -246,5 +246,22 @@ def test_another_model_takes_over_nothing() -> None:
 
 def test_times_of_other_ranks_are_refused() -> None:
     plan = make_plan([1, 2], num_ranks=2, strategy="lb_mini", max_tokens=2)
-    with pytest.raises(ValueError, match="a plan for 2 ranks and the times of 3, but costs of 2 ranks"):
-        OnlineCost(WRONG, num_ranks=2).update(plan, [1.0, 1.0, 1.0])
+    for done in (plan, [(1, 1, 1), (1, 2, 4)]):
+        with pytest.raises(ValueError, match="the work of 2 ranks and the times of 3, but costs of 2 ranks"):
+            OnlineCost(WRONG, num_ranks=2).update(done, [1.0, 1.0, 1.0])
+
+
+def test_what_ranks_say_they_did_teaches_as_their_plan_does() -> None:
+    cluster = Cluster([1.0, 0.7])
+    planned, told = (OnlineCost(WRONG, num_ranks=2) for _ in range(2))
+    for _ in range(12):
+        plan = cluster.plan(planned)
+        busy_s = cluster.measure(plan)
+        planned.update(plan, busy_s)
+        lengths = [[plan.lengths[at] for group in groups for at in group] for groups in plan.micro_batches]
+        groups_of = [sum(map(bool, groups)) for groups in plan.micro_batches]
+        squares = [sum(length**2 for length in mine) for mine in lengths]
+        told.update(list(zip(groups_of, map(sum, lengths), squares, strict=True)), busy_s)
+    assert told.fit() == planned.fit()
+    assert told.fit().num_steps
+    assert told.state_dict() == planned.state_dict()

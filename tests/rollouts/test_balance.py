@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import odcengine
 from odcengine import OdcEngine
+from odcengine.balance import OnlineCost
 from odcengine.data import MicroBatch, minibatch
 from odcengine.losses import GrpoLoss
 from odcengine.rollouts import calls
@@ -75,7 +76,15 @@ def _learn(rank: int, world_size: int, method: str) -> dict[str, Any]:
             metrics = engine.step()
             samples.append((metrics.num_samples, minibatch.num_samples_global, len(names)))
             tokens.append((metrics.num_tokens, metrics.flops))
-        return {"gradients": gradients, "computed": computed, "samples": samples, "tokens": tokens}
+        costs = engine._balancer._costs
+        assert isinstance(costs, OnlineCost)
+        return {
+            "gradients": gradients,
+            "computed": computed,
+            "samples": samples,
+            "tokens": tokens,
+            "remembered": len(costs.state_dict()["steps"]),
+        }
 
 
 def _all_methods(rank: int, world_size: int) -> dict[str, Any]:
@@ -252,6 +261,7 @@ def test_each_rollout_is_computed_once(method: str, ranks: list[dict[str, Any]])
         assert {(samples, total) for samples, total, _ in told} == {(count, count)}
         assert sum(scored for _, _, scored in told) == count
     # The monitor counts what was trained, not what was annotated.
+    assert {found[method]["remembered"] for found in ranks} == {STEPS}  # steps that costs are learned from
     for step, (tokens, flops) in enumerate(ranks[0][method]["tokens"]):
         rollouts = make_rollouts(step, COUNT if step else 1)
         assert tokens == sum(len(rollout["input_ids"]) for rollout in rollouts)
