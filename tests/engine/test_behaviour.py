@@ -225,7 +225,7 @@ def test_changes_that_versions_do_not_show_are_noticed(how: str) -> None:
 
 def _raw_backward(rank: int, world_size: int, transport: str) -> None:
     engine = _engine(transport=transport)
-    assert "the user's code between engine calls" in engine._control._where(rank)  # no longer starting
+    assert "the user's code between engine calls" in engine._control._slots.place(rank)  # no longer starting
     loss, _ = loss_of(engine, micro_batches("x", 0, world_size, equal=True)[rank][0])
     loss.backward()
 

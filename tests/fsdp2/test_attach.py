@@ -48,7 +48,9 @@ def _unequal(
             module.set_gradient_divide_factor(factor)
     optimizer = make_optimizer(model)
     handle = odcengine.attach(model, optimizer, **ODC, **odc)
-    assert "the user's code between engine calls" in handle._control._where(handle._control._me)
+    assert "the user's code between engine calls" in handle._control._slots.place(
+        handle._control.topology.local_rank
+    )
     found = train(model, optimizer, case, rank, equal=False, collect=handle.collect, hold_back=hold_back)
     found["minibatches"] = handle.num_minibatches
     handle.close()
