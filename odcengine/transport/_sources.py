@@ -20,6 +20,8 @@ _LENT = 2  # at once: one is being filled while another one is pushed
 @dataclass
 class _Lent:
     source: torch.Tensor
+    start: int  # addresses
+    stop: int
     stream: torch.cuda.Stream
     done: torch.cuda.Event | None = None  # of the last push out of it
 
@@ -41,7 +43,8 @@ class PushSources:
         """Uninitialised memory, in the order of the current stream."""
         self.reclaim(_LENT - 1)
         source = torch.empty(*size, dtype=dtype, device=device)
-        self._lent.append(_Lent(source, torch.cuda.current_stream(device)))
+        start = source.data_ptr()
+        self._lent.append(_Lent(source, start, start + source.nbytes, torch.cuda.current_stream(device)))
         return source
 
     def holds(self, rows: torch.Tensor) -> bool:
@@ -69,5 +72,5 @@ class PushSources:
                 lent.stream.wait_event(lent.done)
 
     def _find(self, rows: torch.Tensor) -> _Lent | None:
-        address = rows.untyped_storage().data_ptr()
-        return next((x for x in self._lent if x.source.untyped_storage().data_ptr() == address), None)
+        address = rows.data_ptr()
+        return next((lent for lent in self._lent if lent.start <= address < lent.stop), None)
