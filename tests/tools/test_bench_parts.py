@@ -133,6 +133,9 @@ def test_seeds() -> None:
         (("--workload", "grpo", "grpo"), "one comes twice"),
         (("--workload", "grpo", "swesmith", "--profile", "x"), "traces one workload"),
         (("--warm-up", "2", "--memory"), "runs every minibatch only once"),
+        (("--node-size", "0"), "--node-size 0: it must be 1 or more"),
+        (("--node-size", "3", "--ranks", "4"), "does not divide the 4 ranks"),
+        (("--node-size", "2", "--methods", "fsdp2/lb_micro"), "none of the --methods is on demand"),
     ],
 )
 def test_mistakes(words: tuple[str, ...], message: str) -> None:

@@ -219,6 +219,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 _LEAST = {
     "ranks": 2,
+    "node_size": 1,
     "timeout_s": 1,
     "rounds": 1,
     "repeats": 1,

@@ -203,6 +203,8 @@ def main() -> int:
         if read_rank_info().rank == 0:
             for problem in error.problems:
                 print(f"odc bench {options.task}: error: {problem}", file=sys.stderr)
+        if dist.is_initialized():  # its threads would abort the process at its end
+            dist.destroy_process_group()
         return 2
 
 

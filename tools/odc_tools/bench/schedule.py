@@ -132,6 +132,14 @@ def tasks_of(options: argparse.Namespace) -> list[argparse.Namespace]:
     return tasks
 
 
+def wrong_node_size(options: argparse.Namespace, num_ranks: int) -> str | None:
+    """What is wrong with ``--node-size`` for so many ranks; None if nothing is."""
+    size = options.node_size
+    if size is None or num_ranks % size == 0:
+        return None
+    return f"--node-size {size}: does not divide the {num_ranks} ranks into nodes of equal size"
+
+
 def check_training(options: argparse.Namespace) -> list[str]:
     """Problems with the options of ``odc bench training``, one line each."""
     problems: list[str] = []
@@ -140,7 +148,10 @@ def check_training(options: argparse.Namespace) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     try:
-        methods_of(options)
+        if all(name.collective for name in methods_of(options)) and options.node_size is not None:
+            problems.append(
+                "--node-size: changes nothing, as none of the --methods is on demand; leave it out"
+            )
     except ConfigError as error:
         problems += error.problems
     for task in tasks:
@@ -156,8 +167,8 @@ def check_training(options: argparse.Namespace) -> list[str]:
                 f"--max-tokens {task.max_tokens}: {workload.name} has sequences of up to {longest} tokens, "
                 "which must fit into a micro-batch"
             )
-    if options.node_size is not None and options.node_size < 1:
-        problems.append(f"--node-size {options.node_size}: must be 1 or more, and divide the number of ranks")
+    if options.ranks is not None and (problem := wrong_node_size(options, options.ranks)):
+        problems.append(problem)
     if options.warm_up is not None and options.memory:
         problems.append("--warm-up: not with --memory, which runs every minibatch only once")
     if options.learn_costs and options.memory:

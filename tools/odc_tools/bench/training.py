@@ -26,7 +26,15 @@ from odc_tools.bench.memory import PeakMemory
 from odc_tools.bench.methods import Method, Outcome, make_method, odc_section, why_not
 from odc_tools.bench.profile import Profile
 from odc_tools.bench.ranks import Ranks
-from odc_tools.bench.schedule import MethodName, Minibatch, make_minibatches, make_plans, methods_of, tasks_of
+from odc_tools.bench.schedule import (
+    MethodName,
+    Minibatch,
+    make_minibatches,
+    make_plans,
+    methods_of,
+    tasks_of,
+    wrong_node_size,
+)
 from odc_tools.bench.workloads import build_model, draw_tokens, model_config, read_text
 from odcengine.balance import CostModel, OnlineCost
 from odcengine.data import MicroBatch, pack_samples
@@ -43,6 +51,8 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
     Returns:
         0 if the methods computed the same, else 1.
     """
+    if problem := wrong_node_size(options, ranks.world_size):
+        raise ConfigError(problem)
     if options.compile:
         torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]  # the reasons, to the ranks' logs
     config = model_config(options.shape)
