@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odcengine.data.batch import MicroBatch
+
 Lengths = npt.NDArray[np.int64]
 FlopsOf = Callable[[Lengths], float]
 
@@ -149,7 +151,7 @@ class Tally:
             self._balanced = None
         if self._has_loader or self._counts_balanced:
             return
-        segments = getattr(batch, "segments", None)
+        segments = batch.segments if isinstance(batch, MicroBatch) else None
         if segments is None:
             self.samples = self.micro_batches = self.tokens = self.squares = self.flops = math.nan
         else:  # the host's copy: reading the batch itself would wait for the GPU

@@ -334,9 +334,11 @@ def test_tally_asks_the_host_what_a_micro_batch_of_the_script_holds() -> None:
     tally.forward(batch.to("meta"))  # whose tensors nobody can read, as reading a GPU's makes the host wait
     tally.backward()
     assert (tally.samples, tally.tokens, tally.flops) == (2, 12, 24)
-    tally.forward(torch.zeros(1, 8))  # nobody knows what is in it
-    tally.backward()
-    assert math.isnan(tally.samples)
+    for unknown in (torch.zeros(1, 8), SimpleNamespace(segments=[3, 4])):  # nobody knows what is in it
+        tally.reset()
+        tally.forward(unknown)
+        tally.backward()
+        assert math.isnan(tally.samples)
 
 
 # ---- recorder and timeline ---------------------------------------------------------------------------
