@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odcengine.data import MicroBatch
+from odcengine.data import MicroBatch, Minibatch
 from odcengine.data.finite import check_fields_are_finite
 from odcengine.data.vocabulary import check_micro_batch
 from odcengine.errors import UsageError
@@ -47,7 +47,16 @@ class SummedLoss:
         self._device = device
 
     def is_known(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Whether a call of the engine asks for a loss, rather than for the model's outputs."""
+        """Whether a call of the engine asks for a loss, rather than for the model's outputs.
+
+        Raises:
+            UsageError: the argument is a whole minibatch of the loader.
+        """
+        if any(isinstance(argument, Minibatch) for argument in arguments):
+            raise UsageError(
+                "engine(...) was given a minibatch, which is made of micro-batches; loop over it: "
+                "for micro_batch in minibatch: engine.backward(engine(micro_batch)), then engine.step()"
+            )
         if len(arguments) != 1 or keywords.keys() - {"loss_fn"}:
             return False
         if keywords:

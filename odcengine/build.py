@@ -110,7 +110,8 @@ def initialize(
     source = info.config_file if config is None else config
     if source is None:
         raise ConfigError(
-            "odcengine.initialize: give config=..., or start the script with odc-launch --config"
+            "odcengine.initialize: give config=..., or start the script with odc-launch --config FILE SCRIPT "
+            "(options of odc-launch stand before the script)"
         )
     settings = load_config(source)
     if settings.model.reference is not None:
@@ -204,6 +205,7 @@ def initialize(
     except BaseException:
         if engine is not None:
             engine._stop.close()  # signals have their usual effect again
+            engine._forget_exit()  # there is nothing left that could be closed
         control.close()  # the others have been told; a notebook may try again
         raise
     return engine, made, loader, scheduler
@@ -273,6 +275,11 @@ def _load_model(config: Config, model: nn.Module | None) -> nn.Module:
             dtype=section.dtype,
             random_seed=config.seed,
             gradient_checkpointing=section.gradient_checkpointing,
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model: odcengine.initialize was given a {type(model).__name__}; give a torch.nn.Module, or "
+            "name a directory in the configuration: model: {path: DIRECTORY}"
         )
     if source is not None or section.dtype is not None:
         raise ConfigError(
@@ -348,6 +355,12 @@ def _build_loader(
         timeout_s=config.odc.timeout_s,
         vocab_size=vocab_size,
     )
+    if job.topology.rank == 0 and batch.train_batch_size > len(training_data):
+        logger.warning(
+            "train_batch_size is %d, but the data set has %d samples: every step has fewer",
+            batch.train_batch_size,
+            len(training_data),
+        )
     if loader.packs and (loss_fn is None or is_transformers_model(model)):
         prepare_model(model)  # several samples share a row: attention must stop between them
         check_lengths(model, loader.longest, shared_rows=loader.max_samples != 1)

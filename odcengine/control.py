@@ -565,7 +565,8 @@ class ControlBlock:
         places = [f"{self.describe_rank(rank)} is at {explain_tag(tag)}" for rank, tag in tags.items()]
         message = (
             f"ranks ran different programs: {'; '.join(places)}. Every rank must call step() the same number "
-            "of times, also with no micro-batch, and close() after that"
+            "of times, also with no micro-batch, and close() after that; saves and other calls between steps "
+            "are made by all ranks, not by rank 0 alone"
         )
         ended = [rank for rank, meeting in meetings.items() if meeting is Meeting.EXIT]
         if ended and self.topology.rank not in ended:

@@ -134,6 +134,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._garbage = QuietGarbage(config.odc.manage_gc)
         self._closed = False
         self._updates = False
+        self._first_minibatch: Minibatch | None = None
+        self._has_warned_of_step = False
         self._optimizer_hook = optimizer.register_step_pre_hook(
             functools.partial(_refuse_step, weakref.ref(self))
         )
@@ -186,6 +188,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._require_open()
         with self._control.phase(Phase.BACKWARD):
             self._begin()
+            self._notice_minibatch()
             loss, count = self._summed_loss.of_backward(loss, count)
             source = self._loader if self._balanced is None else self._balanced
             if source is not None and source.is_dummy:
@@ -512,6 +515,23 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         if not self._micro_batches:  # evaluations may come before, and loads between them
             self._sharding.check_parameters()
 
+    def _notice_minibatch(self) -> None:
+        """Warn once where a step goes on over a second minibatch of the loader: was step() forgotten?"""
+        current = None if self._loader is None else self._loader.in_step
+        if not self._micro_batches:
+            self._first_minibatch = current
+        elif self._first_minibatch not in (None, current) and not self._has_warned_of_step:
+            self._has_warned_of_step = True
+            logger.warning(
+                "rank %d, step %d: the loader has given another minibatch and engine.step() was not called "
+                "in between, so their gradients add up; every rank calls engine.step() after each minibatch",
+                self.topology.rank,
+                self.global_steps,
+            )
+
+    def _forget_exit(self) -> None:
+        atexit.unregister(self._at_exit)
+
     def _begin_anew(self) -> None:
         if not self._micro_batches:
             self._begun = False
@@ -645,7 +665,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._garbage.close()
         if not keep_signals:
             self._stop.close()
-        atexit.unregister(self._at_exit)
+        self._forget_exit()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

@@ -104,10 +104,11 @@ def test_the_script_and_the_configuration(checkout: Path) -> None:
     (words,) = [words for words in commands() if words[0] == "odc-launch"]
     done = run(words, checkout)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = re.findall(r"last loss (\S+)", done.stdout)
+    losses = re.findall(r"\] last loss (\S+)", done.stdout)
     assert len(losses) == 2
     assert 3 < float(losses[0]) == float(losses[1]) < 6
     assert "Warning" not in done.stdout
+    assert re.findall(r"step (\d)/3: loss ", done.stdout) == ["1", "2", "3"]  # on rank 0 only
 
 
 def test_links_lead_somewhere() -> None:

@@ -169,6 +169,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, target
 
 
+def misplaced(options: argparse.Namespace, target: list[str]) -> str | None:
+    """Words on a number of ranks behind the script, where odc-launch does not read it; else None."""
+    script, *rest = target[1:] if target[:1] == ["-m"] else target
+    names = [word.partition("=")[0] for word in rest]
+    found = next((name for name in names if name in ("--nproc-per-node", "--nproc_per_node")), None)
+    if found is None or options.nproc_per_node is not None:
+        return None
+    return f"{found} stands behind {script}, so it is the script's; options of odc-launch stand before it"
+
+
 def _unknown_option(word: str, known: Sequence[str]) -> str:
     """Names the option that was meant, as far as one can tell."""
     name = word.partition("=")[0]

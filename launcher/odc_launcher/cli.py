@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odc_launcher.arguments import module_problems, parse, script_problems
+from odc_launcher.arguments import misplaced, module_problems, parse, script_problems
 from odcengine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from odc_launcher.early import EarlySignals
 
     options, target = parse(words)
+    if (line := misplaced(options, target)) is not None:
+        print(f"odc-launch: warning: {line}", file=sys.stderr)
     try:
         with EarlySignals() as early:
             return _launch(options, target, early)

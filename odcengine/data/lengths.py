@@ -39,6 +39,25 @@ def is_token_sample(sample: Any) -> bool:
     return isinstance(sample, Mapping) and ("input_ids" in sample or "sequences" in sample)
 
 
+def refuse_text(sample: Any) -> None:
+    """Refuse a sample that is text which nobody has tokenised: torch's collate would pass it on unseen.
+
+    Raises:
+        UsageError: it is a text, or has ``messages``, ``prompt`` or ``text`` as ``odc prepare`` reads them.
+    """
+    found = "is text" if isinstance(sample, str) else None
+    if isinstance(sample, Mapping):
+        texts = [name for name in ("prompt", "text") if isinstance(sample.get(name), str)]
+        if isinstance(sample.get("messages"), list):
+            texts.insert(0, "messages")
+        found = f"has {texts[0]} and no input_ids" if texts else None
+    if found is not None:
+        raise UsageError(
+            f"sample 0 {found}, but training reads tokens; make them with odc prepare FILE --tokenizer PATH "
+            "--out DIR and give TokenDataset.open(DIR), or give a collate_fn of your own"
+        )
+
+
 class Measured(NamedTuple):
     """What is known of each sample, int64 ``[n]`` each."""
 

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
@@ -34,7 +35,7 @@ from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, ma
 from odcengine.data.batch import MicroBatch
 from odcengine.data.dataset import TokenDataset
 from odcengine.data.finite import check_sample_is_finite
-from odcengine.data.lengths import MapDataset, is_token_sample, measure, naming
+from odcengine.data.lengths import MapDataset, is_token_sample, measure, naming, refuse_text
 from odcengine.data.minibatch import LocalCounter, Minibatch
 from odcengine.data.pack import num_targets_of, pack_samples, truncate_sample
 from odcengine.data.prefetch import Reader, Reading
@@ -186,6 +187,8 @@ class MinibatchLoader:
         # Before any truncation: another limit of the length does not change the order.
         self._contents = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
         self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
+        if collate_fn is None and not self.knows_lengths:
+            refuse_text(dataset[0])
         self._truncated: frozenset[int] = frozenset()
         self._usable = np.arange(len(self.lengths))
         limits = [limit for limit in (max_length, max_tokens) if limit is not None]
@@ -390,7 +393,10 @@ class MinibatchLoader:
         if not (isinstance(index, int) and 0 <= index < len(self)):
             wrong.append(f"index is {index!r}, but an epoch has {len(self)} minibatches")
         if wrong:
-            raise UsageError(f"the saved data position does not fit this loader: {'; '.join(wrong)}")
+            raise UsageError(
+                f"the saved data position does not fit this loader: {'; '.join(wrong)}; go on with what was "
+                "saved, or begin anew in another checkpoint.dir"
+            )
         self.epoch, self.index = int(state["epoch"]), int(state["index"])
         self._planned = self._unmeasured = None
         _cancel(self._read_of_planned)
@@ -547,7 +553,9 @@ class MinibatchLoader:
         )
         if too_long == "error":
             raise ConfigError(
-                f"data: {what}; raise the limit to {self.lengths.max()}, or choose to truncate or skip them"
+                f"data: {what}; raise the limit to {self.lengths.max()} "
+                "(balance.max_tokens_per_micro_batch, and data.max_length if given), or set data.too_long to "
+                "truncate or skip"
             )
         if self.rank == 0:
             logger.warning("data: %s; too_long is %s", what, too_long)
@@ -578,6 +586,11 @@ def _cancel(readings: deque[Reading]) -> None:
 def _check_arguments(
     dataset: MapDataset, *, strategy: str, too_long: str, at_least_one: dict[str, int | None]
 ) -> None:
+    if isinstance(dataset, (str, os.PathLike)):
+        raise UsageError(
+            f"the data set is the path {os.fspath(dataset)}; give TokenDataset.open(...) of it, or name it "
+            "in the configuration: data: {path: ...}"
+        )
     if not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
         raise UsageError(
             f"the data set is a {type(dataset).__name__}; the loader needs a map-style data set, with "

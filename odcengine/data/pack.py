@@ -220,6 +220,11 @@ def tokens_and_targets(sample: Sample, which: str) -> tuple[npt.NDArray[np.int64
             f"{which}: {name} has shape {list(values.shape)}, but input_ids has {list(tokens.shape)}"
         )
     if name == "labels":
+        if values.dtype.kind not in "iu":  # a cast would cut 1.5 to 1 and learn it
+            raise UsageError(
+                f"{which}: labels have type {values.dtype}, but must be integers: tokens, and {IGNORE_INDEX} "
+                "where nothing is learned"
+            )
         targets[:-1] = values[1:]
     else:
         targets[:-1] = np.where(values[1:].astype(bool), tokens[1:], IGNORE_INDEX)

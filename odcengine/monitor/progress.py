@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import sys
 from array import array
@@ -81,14 +82,16 @@ class Progress(Protocol):
 
 
 class Lines:
-    """A line through logging every ``every`` steps."""
+    """A line through logging after this run's first step, a sign of life, and then every ``every`` steps."""
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self._has_begun = False
 
     def show(self, metrics: StepMetrics, outlook: Outlook) -> None:
         """Log the step if it is its turn."""
-        if (metrics.step + 1) % self._every == 0:
+        if not self._has_begun or (metrics.step + 1) % self._every == 0:
+            self._has_begun = True
             total = "" if outlook.num_steps is None else f"/{outlook.num_steps}"
             logger.info("step %d%s: %s", metrics.step + 1, total, describe_step(metrics, outlook))
 
@@ -167,6 +170,7 @@ class Summary:
         self._busy: list[float] = []
         self._wait: list[float] = []
         self._boundary_s = self._step_s = 0.0
+        self._last_loss = math.nan
 
     def add(self, metrics: StepMetrics, num_without_targets: int | None) -> None:
         """Count a step.
@@ -178,6 +182,7 @@ class Summary:
         self.num_steps += 1
         self.num_skipped += not metrics.applied
         self.num_tokens += metrics.num_tokens or 0
+        self._last_loss = metrics.loss
         self.num_samples += metrics.num_samples or 0
         if num_without_targets is not None:
             self.num_without_targets = (self.num_without_targets or 0) + num_without_targets
@@ -197,6 +202,7 @@ class Summary:
             words += f"; {self.num_samples} samples"
         if self.num_tokens:
             words += f", {count(self.num_tokens)} tokens"
+        words += f"; last loss {self._last_loss:.4f}"
         idle = [w / (b + w) if b + w else 0.0 for b, w in zip(self._busy, self._wait, strict=True)]
         where = f"idle {shares(idle)}; {self._boundary_s / self._step_s:.1%} of the time at the boundary"
         if self._speeds:

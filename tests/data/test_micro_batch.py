@@ -117,6 +117,7 @@ def test_to_moves_every_tensor() -> None:
         ({"input_ids": [[1, 2]]}, r"shape \[1, 2\]"),
         ({"input_ids": [1.0]}, "float64"),
         ({"input_ids": [1, 2], "labels": [1]}, r"labels has shape \[1\], but input_ids has \[2\]"),
+        ({"input_ids": [1, 2], "labels": [1.5, 2.0]}, "sample 4: labels have type float64"),
         ({"input_ids": [1, 2], "loss_mask": [1, 1, 1]}, r"loss_mask has shape \[3\]"),
         ({"text": "a"}, "sample 4 is a dict without input_ids"),
         ([1, 2], "sample 4 is a list without input_ids"),

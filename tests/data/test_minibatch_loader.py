@@ -414,6 +414,25 @@ def test_iterable_dataset_is_refused() -> None:
         make_loader(sample for sample in make_samples())
 
 
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("tokens", "the data set is the path tokens; give TokenDataset.open"),
+        (["a text"], "sample 0 is text, but training reads tokens"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "sample 0 has messages and no input_ids"),
+        ([{"prompt": "a", "completion": "b"}], "sample 0 has prompt and no input_ids"),
+    ],
+)
+def test_text_and_paths_are_refused(dataset: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_loader(dataset)
+
+
+def test_text_is_for_a_collate_fn_of_the_users() -> None:
+    loader = make_loader([{"text": "ab"}, {"text": "c"}], collate_fn=len, train_batch_size=2)
+    assert [list(minibatch) for minibatch in loader] == [[2]]
+
+
 def test_lengths_that_do_not_fit() -> None:
     class Short(list[int]):
         lengths = (1, 2)

@@ -259,7 +259,7 @@ def test_engines_that_are_dropped_give_their_memory_back() -> None:
         assert warned == [True] * 4
 
 
-def _evaluation_mode(rank: int, world_size: int) -> tuple[bool, float]:
+def _evaluation_mode(rank: int, world_size: int) -> tuple[bool, float, int, bool]:
     data = [{"input_ids": [1, 2, 3]}] * 4
     config = {
         "train_batch_size": 4,
@@ -274,15 +274,25 @@ def _evaluation_mode(rank: int, world_size: int) -> tuple[bool, float]:
         for micro_batch in minibatch:
             engine.backward(engine(micro_batch))
         count = engine.step().count
+    with mock.patch("odcengine.engine.logger.warning") as warning:
+        for _ in range(3):
+            for minibatch in loader:  # and no step
+                for micro_batch in minibatch:
+                    engine.backward(engine(micro_batch))
+    warned = [call.args[0] for call in warning.call_args_list]
+    with pytest.raises(UsageError, match="for micro_batch in minibatch"):
+        engine(minibatch)
+    engine._control._mine[10] = 0  # forget the failure
+    engine.step()
     engine.close()
-    return trains, count
+    return trains, count, len(warned), "engine.step() was not called" in warned[0]
 
 
 LAYERS = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def test_models_train_in_evaluation_mode_too() -> None:
-    assert values(run_ranks(_evaluation_mode, 2)) == [(True, 8.0)] * 2
+def test_evaluation_mode_and_a_step_that_is_forgotten() -> None:
+    assert values(run_ranks(_evaluation_mode, 2)) == [(True, 8.0, 1, True)] * 2
 
 
 def _load_after_evaluation(rank: int, world_size: int) -> None:
@@ -590,6 +600,20 @@ def test_no_configuration_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ODC_CONFIG", raising=False)
     with pytest.raises(ConfigError, match="or start the script with odc-launch --config"):
         odcengine.initialize(model=nn.Linear(1, 1))
+
+
+def test_an_initialize_that_fails_leaves_nothing_for_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OdcEngine, "_resume", mock.Mock(side_effect=UsageError("no")))
+    config = {**SMALL, "odc": {"wrap": ["Linear"]}}
+    with mock.patch.object(engine_module, "atexit") as exits, pytest.raises(UsageError):
+        odcengine.initialize(model=nn.Sequential(nn.Linear(1, 1)), config=config)
+    assert len(exits.register.call_args_list) == 1
+    assert exits.unregister.call_args_list == exits.register.call_args_list
+    with pytest.raises(ConfigError, match=r"was given a str; give a torch\.nn\.Module"):
+        odcengine.initialize(model="a/model", config=SMALL)
+
+
+SMALL: dict[str, Any] = {"train_batch_size": "auto", "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 def _misuse(rank: int, world_size: int) -> list[str]:

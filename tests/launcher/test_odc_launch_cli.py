@@ -146,6 +146,10 @@ def test_everything_after_the_script_is_the_scripts(launcher: Launcher) -> None:
     code, out, err = finish(launcher.start("--nproc-per-node=1", "script.py", *args))
     assert code == 0, err
     assert [bytes.fromhex(arg) for arg in json.loads(out.removeprefix("[rank 0] "))[0]] == args
+    assert "stands behind" not in err
+    code, _, err = finish(launcher.start("--dry-run", "script.py", "--nproc-per-node", "7"))
+    assert code == 0, err
+    assert "warning: --nproc-per-node stands behind script.py, so it is the script's" in err
 
 
 @pytest.mark.parametrize("words", [["-m", "pkg.mod"], ["--", "script.py"]])

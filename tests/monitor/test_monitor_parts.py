@@ -310,7 +310,7 @@ def test_summary_adds_up() -> None:
     summary.add(METRICS, 2)
     summary.add(dataclasses.replace(METRICS, applied=False, boundary_s=0.75), None)
     assert summary.lines() == [
-        "summary: 2 steps in 0:00:03, 1 skipped; 16 samples, 2k tokens",
+        "summary: 2 steps in 0:00:03, 1 skipped; 16 samples, 2k tokens; last loss 2.5000",
         "summary: median 686 tokens/s; idle 0.0% 50.0%; 33.3% of the time at the boundary",
         "summary: 2 samples had no token with a target and taught nothing",
     ]

@@ -173,14 +173,15 @@ def test_lines_and_json_say_what_the_metrics_say(tmp_path: Path) -> None:
         assert line["idle_shares"] == list(of_step.idle_shares)
         assert line["mfu"] == pytest.approx((of_step.flops or math.nan) / (of_step.step_s * 2e9))
     steps = [line for line in shown if line.startswith("step ")]
-    assert [line.split(":")[0] for line in steps] == ["step 2/4", "step 4/4"]
+    assert [line.split(":")[0] for line in steps] == ["step 1/4", "step 2/4", "step 4/4"]
     pattern = (
         r"loss \d\.\d{4}, [\d.]+k? tokens/s, idle [\d.]+% [\d.]+%, \d:\d\d:\d\d left, "
         r"MFU [\d.]+%, grad norm \S+, lr 0.1$"
     )
-    assert re.search(pattern, steps[1]), steps[1]
+    assert re.search(pattern, steps[2]), steps[2]
     summary = [line for line in shown if line.startswith("summary: ")]
-    told = rf"summary: 4 steps in \d+:\d\d:\d\d, 0 skipped; 24 samples, {sum(LENGTHS)} tokens"
+    told = rf"summary: 4 steps in \d+:\d\d:\d\d, 0 skipped; 24 samples, {sum(LENGTHS)} tokens; last loss "
+    told += r"\d\.\d{4}"
     assert re.fullmatch(told, summary[0]), summary[0]
     assert "of the time at the boundary" in summary[1]
     assert summary[2] == "summary: 1 samples had no token with a target and taught nothing"
