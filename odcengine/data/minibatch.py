@@ -147,17 +147,22 @@ def warn_of_unused(
     """
     if minibatch is None or not minibatch.left_early:
         return
-    drawn = minibatch.planned is None
-    if drawn and (num_left < minibatch.plan.num_ranks or num_samples == minibatch.num_samples_global):
+    drawn, total = minibatch.planned is None, minibatch.num_samples_global
+    lost = f"they are in no step, {'no rank has drawn the rest' if drawn else 'no other rank has them'}"
+    if drawn and num_left < minibatch.plan.num_ranks:  # others have drawn the rest
+        if num_samples is None or num_samples >= total:
+            return
+        lost = f"{total - num_samples} of them are in no step, as they were drawn before and not computed"
+    elif drawn and num_samples == total:
         return
     logger.warning(
-        "step %d: rank %d left its loop over %s %s: they are in no step, %s. Go through the loop to its end; "
+        "step %d: rank %d left its loop over %s %s: %s. Go through the loop to its end; "
         "leave samples out before they are planned",
         step,
         minibatch.rank,
         source,
         minibatch.explain_left(),
-        "no rank has drawn the rest" if drawn else "no other rank has them",
+        lost,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import threading
 import time
@@ -20,7 +21,8 @@ import odcengine
 from odcengine.balance import CostModel
 from odcengine.balance.dynamic import deal_out
 from odcengine.balance.plan import make_plan
-from odcengine.data import MinibatchLoader
+from odcengine.data import Minibatch, MinibatchLoader
+from odcengine.data.minibatch import warn_of_unused
 from odcengine.simulate import Machine, simulate
 
 LATER = 1.02 + 1e-5  # than lb_mini: what dynamic may spend on finer bundles, and rounding to whole numbers
@@ -142,6 +144,29 @@ def test_one_rank_draws_everything_once() -> None:
         assert sorted(seen) == [0, 1, 2, 3, 4]
         assert list(minibatch) == []
         assert "drawn" in repr(minibatch)
+
+
+def test_samples_that_were_drawn_and_left_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The others draw what a rank has not come to, but nobody computes what it drew last."""
+    minibatch = Minibatch(
+        plan=make_plan([5] * 4, num_ranks=2, strategy="dynamic", max_tokens=5),
+        rank=1,
+        sample_ids=(0, 1, 2, 3),
+        index=0,
+        epoch=0,
+        num_targets_global=None,
+        num_samples_without_targets=None,
+        load=lambda minibatch: ((ids, ids) for ids in minibatch.drawn()),
+        run_empty=False,
+    )
+    minibatch.draw_from(itertools.count().__next__)
+    next(iter(minibatch))
+    for num_samples in (4, None, 3):
+        assert not caplog.messages
+        warn_of_unused(minibatch, "the loader's minibatch", step=7, num_left=1, num_samples=num_samples)
+    (line,) = caplog.messages
+    assert "step 7: rank 1 left its loop over the loader's minibatch after 1 micro-batches" in line
+    assert "1 of them are in no step" in line
 
 
 def test_several_ranks_need_a_counter() -> None:
