@@ -538,8 +538,9 @@ class _PushHook(PlainMemory, ReduceScatter):
     ) -> torch.Tensor:
         if not self._takes_rows:
             return super().allocate(size, dtype=dtype, device=device)
-        self._takes_rows = False
-        return self._sharding.transport.lend_source(size, dtype, device)
+        rows = self._sharding.transport.lend_source(size, dtype, device)
+        self._takes_rows = False  # not where there was no memory
+        return rows
 
     def __call__(
         self,

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from odcengine.sharding.on_demand import _PushHook
 from odcengine.transport._sources import PushSources
 
 SHAPE = (2, 12)
@@ -180,3 +184,49 @@ def test_the_fakes_notice_memory_that_is_given_back_too_early(monkeypatch: pytes
     reduce_again()
     with pytest.raises(AssertionError, match="before it was read"):
         reduce_again()
+
+
+class _Sharding:
+    """Notes what is lent and pushed."""
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.lent: list[int] = []
+        self.pushed: list[int] = []
+
+    def lend_source(self, size: tuple[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if size[0] > 1000:
+            raise torch.OutOfMemoryError("no memory")
+        self.lent.append(size[0])
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def enter_push(self, group: Any) -> None:
+        """No experts."""
+
+    def push(self, group: Any, rows: torch.Tensor, entries: Any, chosen: Any) -> None:
+        self.pushed.append(rows.numel())
+
+
+def test_only_gradients_are_lent_also_after_a_failure() -> None:
+    """FSDP2 asks one hook for two kinds of memory, and an exception may come between them."""
+    sharding, ranks = _Sharding(), SimpleNamespace(size=lambda: 2)
+    group = SimpleNamespace(grad_numel=6, trainable=[], label="a group")
+    hook = _PushHook(sharding, group, torch.zeros(1))  # type: ignore[arg-type]
+
+    def allocate(numel: int) -> torch.Tensor:
+        return hook.allocate((numel,), dtype=torch.float32, device=torch.device("cpu"))
+
+    def reduce() -> None:
+        rows, total = allocate(12), allocate(6)
+        hook(total, rows, ranks, dist.ReduceOp.SUM)  # type: ignore[arg-type]
+
+    reduce()
+    with pytest.raises(torch.OutOfMemoryError):
+        allocate(2000)
+    reduce()
+    assert sharding.lent == [12, 12]
+    allocate(12)  # and what follows fails
+    reduce()  # from memory of its own, which is as right
+    reduce()
+    assert sharding.lent == [12, 12, 12, 12]
+    assert sharding.pushed == [12] * 4
