@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -74,7 +75,7 @@ def _page(rank: int, world_size: int) -> list[float]:
     import odcengine
 
     meet(rank, world_size)
-    own, drawn, attached = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    own, packed, drawn, attached = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     generator = torch.Generator().manual_seed(rank)
 
     def rows(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -99,6 +100,14 @@ def _page(rank: int, world_size: int) -> list[float]:
     }
     exec(compile(own, "docs/integration.md", "exec"), names)
     losses = [names["metrics"].loss]
+    transformers = pytest.importorskip("transformers")
+    names["model"] = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**json.loads(MODEL))
+    )
+    names["my_samples"] = lambda rank: [[{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]] * rank
+    exec(compile(packed, "docs/integration.md", "exec"), names)
+    assert names["metrics"].count == 3  # two targets of one sample, one of the other, on rank 1 only
+    names["engine"].close()
     names["engine"] = odcengine.initialize(model=Tiny(), config=names["config"])[0]
     exec(compile(drawn, "docs/integration.md", "exec"), names)
     names["engine"].close()

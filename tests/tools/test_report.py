@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,6 +122,25 @@ def test_lines_of_a_run_that_was_resumed_or_is_still_writing(tmp_path: Path) -> 
     assert np.isnan(run.numbers("tokens_per_s")).tolist() == [False, True, False]
     other = Run.read(write_run(tmp_path / "other", [facts(1, 2)]))
     assert compare(run, other) == "run and other have no step in common whose tokens are known"
+
+
+def test_a_reader_of_the_output_that_has_gone(tmp_path: Path) -> None:
+    TokenDataset.write(tmp_path / "tokens", [{"input_ids": [1, 2]}])
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = ["prepare", "--info", str(tmp_path / "tokens")]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "odc_tools", *words],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_many_steps_are_drawn_as_means() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -41,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         code: int = importlib.import_module(COMMANDS[options.command][0]).run(options)
+        sys.stdout.flush()  # here, where a reader that has gone is expected
     except ConfigError as error:
         for problem in error.problems:
             print(f"odc {options.command}: error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output, such as head, has gone
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # or Python complains again at its exit
+        return 128 + signal.SIGPIPE
     return code

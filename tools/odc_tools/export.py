@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -54,7 +55,10 @@ def run(options: argparse.Namespace) -> int:
         for note in found.notes:
             print(f"odc export: {note}", file=sys.stderr)
         if found.path is None:
-            raise CheckpointError(f"{options.checkpoint} has no complete checkpoint")
+            there = "has no complete checkpoint" if os.path.isdir(options.checkpoint) else "does not exist"
+            raise CheckpointError(
+                f"{options.checkpoint} {there}; give a run's checkpoint.dir, or a checkpoint in it"
+            )
         mark = directory.read_mark(found.path)
         max_bytes = parse_size(options.max_shard_size)
         if options.merge:
