@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
     import numpy as np
 
     from odc_tools import advise_inputs, advise_predict, advise_report
+    from odcengine.monitor.progress import count as with_unit
 
     if options.png is not None:
         advise_report.check_drawing()
@@ -129,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
         f"{np.median(pool):,.0f}, longest {pool.max():,}; up to {limits.max_tokens:,} tokens in a micro-batch"
     )
     recomputed = "not recomputed" if options.no_checkpointing else "recomputed"
-    print(f"Model: {model.name}, {model.num_parameters / 1e9:.3g}G parameters, blocks {recomputed}")
+    print(f"Model: {model.name}, {with_unit(model.num_parameters)} parameters, blocks {recomputed}")
     print(f"Speed: {speed.origin}")
     notes = [*sequences.notes, *speed.notes]
     results, asked_sizes = [], []
