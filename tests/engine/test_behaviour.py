@@ -259,14 +259,19 @@ def test_engines_that_are_dropped_give_their_memory_back() -> None:
         assert warned == [True] * 4
 
 
-def _evaluation_mode(rank: int, world_size: int) -> tuple[bool, float, int, bool]:
-    data = [{"input_ids": [1, 2, 3]}] * 4
-    config = {
+LAYERS = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+PACKED: dict[str, Any] = {
+    "config": {
         "train_batch_size": 4,
         "model": {"config": {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, **LAYERS}},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    engine, _, loader, _ = odcengine.initialize(config=config, training_data=data)
+    },
+    "training_data": [{"input_ids": [1, 2, 3]}] * 4,
+}
+
+
+def _evaluation_mode(rank: int, world_size: int) -> tuple[bool, float, int, bool]:
+    engine, _, loader, _ = odcengine.initialize(**PACKED)
     assert loader is not None
     trains = engine.module.training
     engine.eval()  # without dropout: a choice of the script
@@ -280,19 +285,24 @@ def _evaluation_mode(rank: int, world_size: int) -> tuple[bool, float, int, bool
                 for micro_batch in minibatch:
                     engine.backward(engine(micro_batch))
     warned = [call.args[0] for call in warning.call_args_list]
-    with pytest.raises(UsageError, match="for micro_batch in minibatch"):
-        engine(minibatch)
-    engine._control._mine[10] = 0  # forget the failure
     engine.step()
     engine.close()
     return trains, count, len(warned), "engine.step() was not called" in warned[0]
 
 
-LAYERS = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
 def test_evaluation_mode_and_a_step_that_is_forgotten() -> None:
     assert values(run_ranks(_evaluation_mode, 2)) == [(True, 8.0, 1, True)] * 2
+
+
+def _whole_minibatch(rank: int, world_size: int) -> None:
+    engine, _, loader, _ = odcengine.initialize(**PACKED)
+    assert loader is not None
+    engine(next(iter(loader)))
+
+
+def test_a_whole_minibatch_is_refused() -> None:
+    for result in run_ranks(_whole_minibatch, 2):
+        assert "for micro_batch in minibatch: engine.backward" in str(result.error), result
 
 
 def _load_after_evaluation(rank: int, world_size: int) -> None:
