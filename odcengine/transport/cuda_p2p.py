@@ -240,27 +240,34 @@ class CudaP2PTransport(Transport):
             for peer in self.grid.visits():
                 self.wait_published(peer, epoch)
             self._all_seen_by_stream[stream.cuda_stream] = epoch
-        self._pulls_on(stream)
-        sources, rows = self._sources[window.index], out.unbind(0)
-        for shard, source in sources:
-            rows[shard].copy_(source, non_blocking=True)
-        self.traffic.pulled(rows[0].numel() * rows[0].element_size(), *self._rank_of_sources)
+        self._copy_rows(self._sources[window.index], out, stream, self._rank_of_sources)
         return 0.0
+
+    def _copy_rows(
+        self,
+        parts: Sequence[tuple[int, torch.Tensor]],
+        out: torch.Tensor,
+        stream: torch.cuda.Stream,
+        holders: Sequence[int],
+    ) -> None:
+        """Copy (shard, its elements) to the rows of ``out``; ``stream`` is the current one."""
+        rows = out.unbind(0)
+        self._pulls_on(stream)
+        for shard, source in parts:
+            rows[shard].copy_(source, non_blocking=True)
+        self.traffic.pulled(rows[0].numel() * rows[0].element_size(), *holders)
 
     def read_all(self, window: Window, out: torch.Tensor, offset: int = 0) -> None:
         if not self._all_mapped:
             super().read_all(window, out, offset)
             return
-        key, rows = (window.index, offset, out.shape[1]), out.unbind(0)
+        key = (window.index, offset, out.shape[1])
         parts = self._parts.get(key)
         if parts is None:
             if len(self._parts) == _MOST_PARTS:
                 self._parts.clear()
             parts = self._parts[key] = self._find_parts(*key)
-        self._pulls_on(torch.cuda.current_stream(self._device))
-        for shard, source in parts:
-            rows[shard].copy_(source, non_blocking=True)
-        self.traffic.pulled(rows[0].numel() * rows[0].element_size(), *self._rank_of_shard)
+        self._copy_rows(parts, out, torch.cuda.current_stream(self._device), self._rank_of_shard)
 
     def _find_parts(self, index: int, offset: int, numel: int) -> list[tuple[int, torch.Tensor]]:
         """Where the same elements of all shards lie; narrow() refuses what lies outside."""
