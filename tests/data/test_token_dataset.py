@@ -186,15 +186,20 @@ def test_damage_is_found(tmp_path: Path) -> None:
         TokenDataset.open(path)
 
 
-def test_foreign_arrow_file(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    TokenDataset.write(path, SAMPLES)
-    table = pyarrow.table({"text": ["a"]})
+def _replace_samples(path: Path, table: pyarrow.Table) -> None:
+    """Write another table in the place of a data set's samples, of the size that its description says."""
     with pyarrow.ipc.new_file(path / "samples.arrow", table.schema) as writer:
         writer.write_table(table)
     meta = json.loads((path / "meta.json").read_text())
     meta["num_bytes"] = (path / "samples.arrow").stat().st_size
     (path / "meta.json").write_text(json.dumps(meta))
+
+
+def test_foreign_arrow_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    TokenDataset.write(path, SAMPLES)
+    table = pyarrow.table({"text": ["a"]})
+    _replace_samples(path, table)
     with pytest.raises(ConfigError, match=r"samples.arrow has the columns .*text: string"):
         TokenDataset.open(path)
 
@@ -204,11 +209,7 @@ def test_missing_values_are_damage(tmp_path: Path) -> None:
     TokenDataset.write(path, SAMPLES[:1])
     schema = dataset_module._schema(pyarrow)
     table = pyarrow.table({"input_ids": [[1, None, 3]], "loss_mask": [[0, 1, 1]], "num_targets": [2]}, schema)
-    with pyarrow.ipc.new_file(path / "samples.arrow", schema) as writer:
-        writer.write_table(table)
-    meta = json.loads((path / "meta.json").read_text())
-    meta["num_bytes"] = (path / "samples.arrow").stat().st_size
-    (path / "meta.json").write_text(json.dumps(meta))
+    _replace_samples(path, table)
     with pytest.raises(ConfigError, match=r"damaged data set \(1 of 3 values are missing\)"):
         TokenDataset.open(path)
 
