@@ -289,6 +289,7 @@ class ControlBlock:
             "type": type(error).__name__,
             "message": f"{error}{told}",
             "secondary": secondary,
+            "culprit": error.rank if isinstance(error, PeerError) else self.topology.rank,
             "step": int(self._mine[Word.STEP]),
             "traceback": trace,
         }

@@ -106,21 +106,22 @@ def left(job: Path, before: set[str]) -> set[str]:
         ("fine", 0, ["last loss"]),
         ("no close", 0, ["last loss"]),
         ("raise", 1, ["rank 0 .*failed first: exit code 1", "cause: ValueError: sample 17 is broken"]),
-        ("kill", 137, ["rank 0 .*failed first: SIGKILL", "rank 1 exit code 1 .*rank 0 .* died or left"]),
+        ("kill", 137, ["rank 0 .*failed first: SIGKILL", "rank 1 saw: rank 0 .* died", "of it: rank 1\n"]),
         ("exit", 5, ["rank 0 .*failed first: exit code 5", "the end of its script, without close"]),
         (
             "stop",
             124,
             [
                 rf"no sign of life for {STOPPED_S} s .* from rank 0 .* step 2, micro-batch 1",
-                "SIGTERM to rank 0",
+                "SIGTERM to rank 0, which the others have given up",
+                "rank 0 .*hangs; rank 1 .*has given it up: exit code 124",
             ],
         ),
     ],
 )
 def test_how_a_job_ends(job: Path, how: str, code: int, patterns: list[str]) -> None:
     if how == "stop":
-        text = CONFIG.replace("timeout_s: 60", f"timeout_s: {STOPPED_S}").replace("grace_s: 30", "grace_s: 5")
+        text = CONFIG.replace("timeout_s: 60", f"timeout_s: {STOPPED_S}")
         (job / "config.yaml").write_text(text)
     before = traces(job)
     process = command(job, how)

@@ -1,4 +1,4 @@
-"""Which rank failed first, why, and how that is told."""
+"""How ranks end, and which of them failed first."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from odcengine.preemption import REQUEUE_EXIT_CODE
-
-TAIL_LINES = 20
-_TAIL_BYTES = 64 * 1024
-_LINE_CHARS = 1000
 _RECORD_BYTES = 16 * 1024 * 1024
+HANG = "DeadlineError"
+"""What a rank ends with that has given up another one."""
 _ERROR, _END = ".error.json", ".end.json"
-_HINTS = {
-    signal.SIGKILL: "killed from outside; the kernel does so when memory runs out (see dmesg)",
-    signal.SIGBUS: "a mapped file or shared memory could not be backed: is /dev/shm full?",
-    signal.SIGILL: "an instruction that this processor lacks",
-}
 
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a failing rank wrote about itself into its ``ODC_ERROR_FILE``."""
+    """What a failing rank wrote about itself into its ``ODC_ERROR_FILE``.
+
+    Attributes:
+        kind: the exception's class.
+        message: its text.
+        secondary: it only follows the failure of another rank.
+        time: when, in unix seconds.
+        step: the optimizer step.
+        culprit: the rank that is to blame, this one or another; None where that is not known.
+    """
 
     kind: str
     message: str
     secondary: bool
     time: float | None
     step: int | None
+    culprit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,14 @@ def read_error_record(path: str) -> ErrorRecord | None:
         return None
     if not isinstance(fields, dict):
         return None
-    time, step = fields.get("time"), fields.get("step")
+    time, step, culprit = fields.get("time"), fields.get("step"), fields.get("culprit")
     return ErrorRecord(
         kind=str(fields.get("type", "error")),
         message=str(fields.get("message", "")),
         secondary=fields.get("secondary") is True,
         time=float(time) if isinstance(time, int | float) else None,
         step=step if isinstance(step, int) else None,
+        culprit=culprit if isinstance(culprit, int) else None,
     )
 
 
@@ -160,6 +163,14 @@ def primary(ends: Sequence[RankEnd]) -> RankEnd | None:
         return told, record is not None and record.secondary, time, end.rank
 
     return min((end for end in ends if end.returncode != 0), key=order, default=None)
+
+
+def blamed_rank(end: RankEnd) -> int | None:
+    """The other rank to which a rank that failed owes its end: one that it saw die, or gave up; else None."""
+    record = end.record
+    if record is None or record.culprit in (None, end.rank):
+        return None
+    return record.culprit if record.secondary or record.kind == HANG else None
 
 
 def preempted(
@@ -204,84 +215,3 @@ def describe(returncode: int) -> str:
         return signal.Signals(-returncode).name
     except ValueError:
         return f"signal {-returncode}"
-
-
-def report(
-    ends: Sequence[RankEnd], passed_on: signal.Signals | None = None, preempted: str | None = None
-) -> list[str]:
-    """Tells a launch's failure, line by line; nothing where every rank succeeded.
-
-    Args:
-        ends: the end of every rank.
-        passed_on: the signal that the launcher was sent and passed on before the first failure.
-        preempted: what :func:`preempted` found.
-    """
-    first = primary(ends)
-    if first is None:
-        return []
-    if all(end.returncode == REQUEUE_EXIT_CODE and end.record is None for end in ends):
-        return [f"all ranks were asked to stop, and ended with {REQUEUE_EXIT_CODE} to go on in a new run"]
-    if preempted is not None:
-        return [
-            f"{preempted} ended the job while it had no engine that could save; the newest checkpoint stays "
-            f"as it is: ended with {REQUEUE_EXIT_CODE} to go on from there in a new run"
-        ]
-    after = f" after {passed_on.name} was passed on" if passed_on else ""
-    lines = [f"rank {first.rank} on {first.host} failed first{after}: {describe(first.returncode)}"]
-    record = first.record
-    if record is not None:
-        step = "" if record.step is None else f" (step {record.step})"
-        lines += _indent(f"cause: {record.kind}: {record.message}{step}")
-    elif first.stopped_by is not None:
-        lines += _indent(f"cause: {first.stopped_by} was sent to its step (scancel, or the time limit)")
-    elif first.ended_by_launcher:
-        lines += _indent("cause: odc-launch ended it, for it did not end by itself in time")
-    elif -first.returncode in _HINTS:
-        lines += _indent(f"cause: {_HINTS[signal.Signals(-first.returncode)]}")
-    if passed_on is None or first.returncode != -passed_on or record is not None:
-        tail = log_tail(first.log_path, first.log_start)
-        lines += _indent(f"last lines of its log {first.log_path}:" if tail else "it printed nothing")
-        lines += [f"    {line}" for line in tail]
-    else:
-        lines += _indent(f"log: {first.log_path}")
-    others = [end for end in ends if end.returncode != 0 and end is not first]
-    if others:
-        lines += _indent("also: " + "; ".join(_other(end) for end in others))
-    return lines
-
-
-def log_tail(path: str, start: int = 0, count: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log as a terminal would show them: of a progress bar its last state.
-
-    Args:
-        path: the log.
-        start: bytes at its beginning that do not count.
-        count: lines at most.
-    """
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
-    except OSError as error:
-        return [f"(cannot be read: {error.strerror})"]
-    lines = []
-    for line in data.removesuffix(b"\n").split(b"\n")[-count:] if data else []:
-        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
-        lines.append(text if len(text) <= _LINE_CHARS else text[:_LINE_CHARS] + " ...")
-    return lines
-
-
-def _other(end: RankEnd) -> str:
-    text = f"rank {end.rank} {describe(end.returncode)}"
-    if end.ended_by_launcher:
-        return text + " (ended by odc-launch)"
-    if end.record is None:
-        return text
-    message = end.record.message.partition("\n")[0][:200]
-    why = "because of another rank, " if end.record.secondary else ""
-    return f"{text} ({why}{end.record.kind}: {message})"
-
-
-def _indent(text: str) -> list[str]:
-    return [f"  {line}" for line in text.split("\n")]

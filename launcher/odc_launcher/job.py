@@ -306,7 +306,7 @@ def plan_step(
         request=request,
         hash=None if where is None else hash_of(request, shape.world_size, where),
         summary=(
-            f"{shape.world_size} ranks on {num_nodes} nodes of SLURM's job {slurm.job_id(environ)} "
+            f"{shape.world_size} ranks on {num_nodes} nodes of {slurm.run_of(environ)} "
             f"({shape.source}), rank 0 at {where}, logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
         warnings=_sharding_warnings(request, num_nodes),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from odc_launcher import failure
+from odc_launcher import failure, report
 from odc_launcher.children import (
     ChildSetup,
     caught_signals,
@@ -19,12 +19,16 @@ from odc_launcher.children import (
     read_signals,
 )
 from odc_launcher.early import EarlySignals
-from odc_launcher.output import LineSplitter, LogFile, Screen
-from odc_launcher.plan import LaunchPlan, RankPlan
-from odcengine.errors import ConfigError
+from odc_launcher.output import Screen
+from odc_launcher.plan import LaunchPlan
+from odc_launcher.rank_process import NEVER, RankProcess, open_logs
+from odc_launcher.slurm import run_of
 from odcengine.preemption import REQUEUE_EXIT_CODE
 
 TERM_GRACE_S = 5.0  # between the launcher's SIGTERM and its SIGKILL
+_GIVEN_UP_PATIENCE_S = (
+    2.0  # for a rank that others gave up to say something after all, and to write its stacks
+)
 _LEFTOVER_PATIENCE_S = 1.0  # for processes that a rank left behind and that are just ending
 _KILL_DEADLINE_S = 10.0
 _POLL_S = 1.0
@@ -32,7 +36,6 @@ _LEFTOVER_POLL_S = 0.05
 _READ_BYTES = 64 * 1024
 _DRAIN_BYTES = 4 * 1024 * 1024
 _SCREEN_DEADLINE_S = 5.0
-_NEVER = float("inf")
 
 
 def run(plan: LaunchPlan, early: EarlySignals | None = None) -> failure.Outcome:
@@ -40,7 +43,8 @@ def run(plan: LaunchPlan, early: EarlySignals | None = None) -> failure.Outcome:
 
     Every rank is the leader of a session and process group of its own, is killed by the kernel when the
     launcher dies, and writes stdout and stderr into one pipe. The first failure gives the others
-    ``plan.grace_s`` to end; then their groups get SIGTERM, and SIGKILL five seconds later. Signals in
+    ``plan.grace_s`` to end; then their groups get SIGTERM, and SIGKILL five seconds later. A rank that the
+    others have given up, and that says nothing itself, gets them after two seconds. Signals in
     ``plan.signals`` are passed on to the ranks; a second INT or TERM kills at once. When the last rank
     has ended, what is left of the groups is ended too.
 
@@ -55,7 +59,7 @@ def run(plan: LaunchPlan, early: EarlySignals | None = None) -> failure.Outcome:
     Raises:
         ConfigError: the logs cannot be written; no process was started.
     """
-    ranks = _open_logs(plan)
+    ranks = open_logs(plan, _heading(plan))
     with caught_signals(plan.signals) as (caught, wakeup):
         launch = _Launch(plan, ranks, wakeup)
         try:
@@ -70,48 +74,8 @@ def run(plan: LaunchPlan, early: EarlySignals | None = None) -> failure.Outcome:
             launch.close()
 
 
-class _Rank:
-    """A rank's process and its output."""
-
-    def __init__(self, plan: RankPlan, log: LogFile) -> None:
-        self.plan = plan
-        self.log = log
-        self.splitter = LineSplitter()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.pipe: int | None = None
-        self.end: failure.RankEnd | None = None
-        self.told_to_end = False
-        self.log_error_told = False
-
-    @property
-    def alive(self) -> bool:
-        return self.process is not None and self.end is None
-
-    def signal(self, number: signal.Signals, *, group: bool) -> None:
-        """Sends a signal to the rank or to its whole group.
-
-        The ended rank is not reaped before everything is over, so its number still names its group and
-        nobody else's.
-        """
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if group:
-                os.killpg(self.process.pid, number)
-            elif self.end is None:
-                os.kill(self.process.pid, number)
-
-    def poll(self) -> int | None:
-        """The return code once the process has ended; leaves it unreaped."""
-        assert self.process is not None
-        result = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if result is None:
-            return None
-        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
 class _Launch:
-    def __init__(self, plan: LaunchPlan, ranks: list[_Rank], wakeup: int) -> None:
+    def __init__(self, plan: LaunchPlan, ranks: list[RankProcess], wakeup: int) -> None:
         self._plan = plan
         self._ranks = ranks
         self._wakeup = wakeup
@@ -119,7 +83,7 @@ class _Launch:
         self._err = Screen(_fileno(sys.stderr))
         self._out_error_told = False
         self._encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        self._term_at = self._kill_at = self._give_up_at = _NEVER
+        self._term_at = self._kill_at = self._give_up_at = NEVER
         self._leftovers_since: float | None = None
         self._leftovers_told = False
         self._stop_signal: signal.Signals | None = None
@@ -153,7 +117,7 @@ class _Launch:
         for rank in self._ranks:
             self._end(rank, -number)
 
-    def _start(self, rank: _Rank, environ: dict[str, str], caught: frozenset[signal.Signals]) -> None:
+    def _start(self, rank: RankProcess, environ: dict[str, str], caught: frozenset[signal.Signals]) -> None:
         rank.pipe, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(rank.pipe, False)
         # A signal between fork and exec would run the launcher's handlers in the child: held back.
@@ -185,22 +149,24 @@ class _Launch:
                 return
             if now >= self._term_at:
                 self._end_all(signal.SIGTERM)
-                self._term_at, self._kill_at = _NEVER, min(self._kill_at, now + TERM_GRACE_S)
+                self._term_at, self._kill_at = NEVER, min(self._kill_at, now + TERM_GRACE_S)
             if now >= self._kill_at:
                 self._kill_all()
             if now >= self._give_up_at:
                 self._give_up()
                 return
+            self._end_given_up(now)
 
     def _timeout(self) -> float:
-        deadline = min(self._term_at, self._kill_at, self._give_up_at)
+        own = [min(rank.term_at, rank.kill_at) for rank in self._ranks if rank.alive]
+        deadline = min(self._term_at, self._kill_at, self._give_up_at, *own)
         limit = _POLL_S if any(rank.alive for rank in self._ranks) else _LEFTOVER_POLL_S
         return max(0.0, min(limit, deadline - time.monotonic()))
 
     def _wait_for_events(self, timeout_s: float) -> None:
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
-        readers: dict[int, _Rank] = {}
+        readers: dict[int, RankProcess] = {}
         for rank in self._ranks:
             if rank.pipe is not None and not self._out.full:
                 readers[rank.pipe] = rank
@@ -222,7 +188,7 @@ class _Launch:
                     self._check_end(rank)
         self._tell_output_errors()
 
-    def _read(self, rank: _Rank) -> int:
+    def _read(self, rank: RankProcess) -> int:
         """Moves one piece of a rank's output; returns its size, 0 when there is none now or ever."""
         assert rank.pipe is not None
         try:
@@ -236,13 +202,13 @@ class _Launch:
             self._close_pipe(rank)
         return len(data)
 
-    def _close_pipe(self, rank: _Rank) -> None:
+    def _close_pipe(self, rank: RankProcess) -> None:
         if rank.pipe is not None:
             os.close(rank.pipe)
             rank.pipe = None
             self._show(rank, rank.splitter.finish())
 
-    def _drain(self, rank: _Rank) -> None:
+    def _drain(self, rank: RankProcess) -> None:
         """Takes what an ended rank left in its pipe; what its children still hold open is not waited for."""
         left = _DRAIN_BYTES
         while left > 0 and rank.pipe is not None:
@@ -251,12 +217,12 @@ class _Launch:
                 return
             left -= size
 
-    def _show(self, rank: _Rank, lines: list[bytes]) -> None:
+    def _show(self, rank: RankProcess, lines: list[bytes]) -> None:
         if lines and rank.plan.rank in self._plan.shown:
             text = "".join(f"[rank {rank.plan.rank}] {line.decode('utf-8', 'replace')}\n" for line in lines)
             self._out.write(text.encode(self._encoding, "replace"))
 
-    def _check_end(self, rank: _Rank) -> None:
+    def _check_end(self, rank: RankProcess) -> None:
         returncode = rank.poll()
         if returncode is None:
             return
@@ -267,31 +233,60 @@ class _Launch:
             self._passed_on = self._stop_signal
             others = sum(other.alive for other in self._ranks)
             if others and self._stop_signal is None:
-                self._note(
-                    f"rank {rank.plan.rank} failed ({failure.describe(returncode)}); the other ranks "
-                    f"({others} running) get {self._plan.grace_s:g} s to end by themselves"
-                )
+                first = self._first_known()
+                if not (self._reported_above and first.record is not None and first.record.secondary):
+                    self._note(
+                        f"{report.brief(first)}; the ranks that still run ({others}) get "
+                        f"{self._plan.grace_s:g} s to end by themselves"
+                    )
                 self._term_at = min(self._term_at, time.monotonic() + self._plan.grace_s)
+        given_up = None if rank.end is None else failure.blamed_rank(rank.end)
+        for other in self._ranks:
+            if other.plan.rank == given_up and not other.given_up:
+                other.given_up = True
+                other.term_at = time.monotonic() + _GIVEN_UP_PATIENCE_S
 
-    def _end(self, rank: _Rank, returncode: int) -> None:
+    def _first_known(self) -> failure.RankEnd:
+        """The failure to blame as far as ranks have ended, or have written why they will."""
+        ends = [rank.end for rank in self._ranks if rank.end is not None]
+        for rank in self._ranks:
+            record = failure.read_error_record(rank.plan.error_path) if rank.alive else None
+            if record is not None:
+                ends.append(self._as_end(rank, 1, record))
+        first = failure.primary(ends)
+        assert first is not None  # called when a rank has failed
+        return first
+
+    def _end(self, rank: RankProcess, returncode: int) -> None:
         """Notes how a rank has ended, and stores it where the launch above collects that."""
-        rank.end = failure.RankEnd(
+        record = failure.read_error_record(rank.plan.error_path) if returncode else None
+        rank.end = self._as_end(rank, returncode, record)
+        if self._reported_above:
+            try:
+                failure.write_end(rank.end, rank.plan.error_path)
+            except OSError as error:
+                self._note(f"rank {rank.plan.rank}'s end cannot be stored: {error}")
+
+    def _as_end(
+        self, rank: RankProcess, returncode: int, record: failure.ErrorRecord | None
+    ) -> failure.RankEnd:
+        return failure.RankEnd(
             rank=rank.plan.rank,
             host=self._plan.host,
             returncode=returncode,
             time=time.time(),
             log_path=rank.plan.log_path,
             log_start=rank.log.start,
-            record=failure.read_error_record(rank.plan.error_path) if returncode else None,
+            record=record,
             ended_by_launcher=rank.told_to_end,
             stopped_by=self._stop_signal.name if self._signals_reach_ranks and self._stop_signal else None,
             asked_by=self._asked_once,
         )
-        if self._plan.place is not None and self._plan.place.reported_above:
-            try:
-                failure.write_end(rank.end, rank.plan.error_path)
-            except OSError as error:
-                self._note(f"rank {rank.plan.rank}'s end cannot be stored: {error}")
+
+    @property
+    def _reported_above(self) -> bool:
+        """Whether the launch that started this step tells its failures."""
+        return self._plan.place is not None and self._plan.place.reported_above
 
     @property
     def _asked_once(self) -> str | None:
@@ -337,19 +332,34 @@ class _Launch:
             if number in (signal.SIGINT, signal.SIGTERM):
                 rank.signal(signal.SIGCONT, group=False)  # a stopped rank could not act on it
 
-    def _end_all(self, number: signal.Signals) -> None:
+    def _end_given_up(self, now: float) -> None:
+        """Ends ranks that others gave up, and that have not said since why they end themselves."""
         for rank in self._ranks:
+            if not rank.alive:
+                continue
+            if now >= rank.term_at:
+                rank.term_at = NEVER
+                if failure.read_error_record(rank.plan.error_path) is None:
+                    self._end_all(signal.SIGTERM, [rank], ", which the others have given up")
+                    rank.kill_at = now + TERM_GRACE_S
+            if now >= rank.kill_at:
+                rank.kill_at = NEVER
+                self._end_all(signal.SIGKILL, [rank])
+
+    def _end_all(self, number: signal.Signals, ranks: list[RankProcess] | None = None, why: str = "") -> None:
+        chosen = self._ranks if ranks is None else ranks
+        for rank in chosen:
             rank.told_to_end = rank.told_to_end or rank.alive
             rank.signal(number, group=True)
             if number == signal.SIGTERM:
                 rank.signal(signal.SIGCONT, group=True)  # a stopped process could not act on it
-        alive = [str(rank.plan.rank) for rank in self._ranks if rank.alive]
+        alive = [rank.plan.rank for rank in chosen if rank.alive]
         if alive:
-            self._note(f"{number.name} to rank{'s' * (len(alive) > 1)} {', '.join(alive)}")
+            self._note(f"{number.name} to {report.ranges(alive)}{why}")
 
     def _kill_all(self) -> None:
         self._end_all(signal.SIGKILL)
-        self._term_at = self._kill_at = _NEVER
+        self._term_at = self._kill_at = NEVER
         self._give_up_at = time.monotonic() + _KILL_DEADLINE_S
 
     def _has_leftovers(self, now: float) -> bool:
@@ -411,8 +421,8 @@ class _Launch:
         ends = [rank.end for rank in self._ranks if rank.end is not None]
         signals, asked_by = self._plan.preemption, self._asked_once
         preempted = failure.preempted(ends, self._plan.world_size, signals)
-        if self._plan.place is None or not self._plan.place.reported_above:
-            for line in failure.report(ends, self._passed_on, preempted):
+        if not self._reported_above:
+            for line in report.report(ends, self._passed_on, preempted):
                 self._note(line)
         first = failure.primary(ends)
         code = 0 if first is None else failure.exit_code(first.returncode)
@@ -453,25 +463,10 @@ class _Launch:
             )
 
 
-def _open_logs(plan: LaunchPlan) -> list[_Rank]:
-    """Opens every log before anything is started, and removes error files of an earlier launch."""
-    ranks: list[_Rank] = []
-    path = plan.log_dir
-    try:
-        os.makedirs(plan.log_dir, exist_ok=True)
-        for rank in plan.ranks:
-            path = rank.error_path
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            path = rank.log_path
-            ranks.append(_Rank(rank, LogFile(path)))
-    except OSError as error:
-        for opened in ranks:
-            opened.log.close()
-        raise ConfigError(
-            f"cannot write logs: {path}: {error.strerror}; choose another folder with --log-dir"
-        ) from error
-    return ranks
+def _heading(plan: LaunchPlan) -> str:
+    """When, what and where: for logs in which an earlier launch has written."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return f"==== {when}: {run_of(os.environ)}, {plan.world_size} ranks, {plan.host} ===="
 
 
 def _fileno(stream: object) -> int | None:

@@ -81,18 +81,24 @@ class LineSplitter:
 class LogFile:
     """A rank's log, appended to. A full disk loses output but never stops a rank.
 
+    Args:
+        path: the file.
+        heading: a line that is written first where the file has text of an earlier launch.
+
     Attributes:
-        start: bytes that were in it before.
+        start: bytes that were in it before, and the heading.
 
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, heading: str = "") -> None:
         self.path = path
         self.lost_bytes = 0
         self.error: OSError | None = None
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if os.fstat(self._fd).st_size and heading:
+            self.write(f"{'' if _ends_a_line(path) else chr(10)}{heading}\n".encode("utf-8", "replace"))
         self.start = os.fstat(self._fd).st_size
 
     def write(self, data: bytes) -> None:
@@ -173,6 +179,12 @@ class Screen:
 
     def _stuck(self) -> bool:
         return time.monotonic() - self._moved_at > _PATIENCE_S
+
+
+def _ends_a_line(path: str) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _writable(fd: int, timeout_s: float) -> bool:

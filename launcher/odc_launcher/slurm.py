@@ -231,6 +231,15 @@ def job_id(environ: Mapping[str, str]) -> str:
     return f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
 
 
+def run_of(environ: Mapping[str, str]) -> str:
+    """``SLURM's job 1234_1``, and which of its runs this is where it was requeued; else ``odc-launch``."""
+    if not environ.get("SLURM_JOB_ID"):
+        return "odc-launch"
+    before = environ.get("SLURM_RESTART_COUNT", "0")
+    run = f", run {int(before) + 1}" if before.isdecimal() and int(before) else ""
+    return f"SLURM's job {job_id(environ)}{run}"
+
+
 def requeue_argv(environ: Mapping[str, str], exit_code: int, max_requeues: int) -> tuple[str, ...] | None:
     """The command that makes the job run again; None where it should not.
 

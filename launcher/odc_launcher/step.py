@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from odc_launcher import failure, slurm
+from odc_launcher import failure, report, slurm
 from odc_launcher.children import ChildSetup, caught_signals, read_signals
 from odc_launcher.early import EarlySignals
 from odc_launcher.job import JobPlan
@@ -179,7 +179,7 @@ def run(
     preempted = None
     if sent is not None or not watch.stopping:  # else mpirun has made a TERM for the ranks of it
         preempted = failure.preempted(ends, plan.world_size, signals, sent)
-    for line in failure.report(ends, preempted=preempted):
+    for line in report.report(ends, preempted=preempted):
         _note(line)
     first = failure.primary(ends)
     code = failure.exit_code(returncode if first is None else first.returncode)

@@ -315,8 +315,9 @@ def test_first_failure_is_reported_not_those_it_causes(tmp_path: Path) -> None:
     for rank in range(3):
         record = json.loads((tmp_path / f"error{rank}.json").read_text(encoding="utf-8"))
         assert sorted(record) == sorted(
-            ("rank", "host", "pid", "time", "type", "message", "secondary", "step", "traceback")
+            ("rank", "host", "pid", "time", "type", "message", "secondary", "culprit", "step", "traceback")
         )
+        assert record["culprit"] == 1
         assert (record["rank"], record["host"], record["step"]) == (rank, "testhost", 3)
         assert record["secondary"] is (rank != 1)
         assert record["type"] == ("KeyError" if rank == 1 else "PeerError")

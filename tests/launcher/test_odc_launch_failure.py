@@ -12,11 +12,10 @@ from odc_launcher.failure import (
     RankEnd,
     describe,
     exit_code,
-    log_tail,
     primary,
     read_error_record,
-    report,
 )
+from odc_launcher.report import brief, log_tail, ranges, report, stack
 
 
 def end(rank: int, returncode: int, time: float, **more: object) -> RankEnd:
@@ -70,7 +69,7 @@ def test_error_files_with_odd_fields(tmp_path: Path) -> None:
     assert read_error_record(str(path)) == ErrorRecord("error", "3", False, None, None)
 
 
-def test_report_names_rank_host_cause_log_and_followers(tmp_path: Path) -> None:
+def test_report_names_rank_host_cause_log_and_in_one_line_what_followed(tmp_path: Path) -> None:
     log = tmp_path / "rank1.log"
     log.write_bytes(b"".join(b"line %d\n" % n for n in range(100)))
     ends = [
@@ -78,15 +77,93 @@ def test_report_names_rank_host_cause_log_and_followers(tmp_path: Path) -> None:
         RankEnd(1, "n1", 3, 2.0, str(log), record()),
         end(2, -15, 3.0, ended_by_launcher=True),
         end(3, 0, 3.0),
+        end(4, 1, 3.0, record=record(secondary=True)),
+        end(5, -15, 3.0, stopped_by="SIGTERM"),
+        end(6, 1, 3.0),
     ]
-    text = "\n".join(report(ends))
+    lines = report(ends)
+    text = "\n".join(lines)
     assert text.startswith("rank 1 on n1 failed first: exit code 3\n  cause: RuntimeError: boom (step 12)")
     assert str(log) in text
     assert "line 79" not in text
     assert all(f"line {n}\n" in text for n in range(80, 99))
-    assert "rank 0 exit code 1 (because of another rank, RuntimeError: boom)" in text
-    assert "rank 2 SIGTERM (ended by odc-launch)" in text
-    assert "rank 3" not in text
+    assert lines[-1] == (
+        "  ended because of it: ranks 0, 4; rank 2 (SIGTERM by odc-launch); "
+        "rank 5 (SIGTERM; their step was sent SIGTERM); rank 6 (exit code 1)"
+    )
+    assert brief(ends[1]) == "rank 1 failed (RuntimeError: boom)"
+
+
+def test_errors_of_their_own_are_grouped_and_few() -> None:
+    def own(rank: int, message: str) -> RankEnd:
+        return end(rank, 1, 2.0 + rank, record=ErrorRecord("ValueError", message, False, None, 0, rank))
+
+    ends = [own(rank, "no data") for rank in range(8)]
+    assert report(ends)[-1] == "  failed as well: ranks 1-7: ValueError: no data"
+    lines = report([own(rank, f"sample {rank}") for rank in range(64)])
+    assert lines[-2:] == [
+        "  failed as well: rank 3: ValueError: sample 3",
+        "  failed as well, with errors of their own: ranks 4-63",
+    ]
+
+
+HANGS = ErrorRecord("DeadlineError", "no sign of life from rank 1\nwhere the ranks are:", False, 5.0, 3, 1)
+STACK = """\
+Thread 0x00007f (most recent call first):
+  File "threading.py", line 1 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "train.py", line 16 in my_loop
+  File "train.py", line 17 in <module>
+"""
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack_not_who_noticed(tmp_path: Path) -> None:
+    (tmp_path / "stack-rank1.txt").write_text(STACK)
+    (tmp_path / "rank1.log").write_text("reading shard 7\n")
+    ends = [
+        RankEnd(0, "n1", 124, 5.0, str(tmp_path / "rank0.log"), HANGS),
+        RankEnd(1, "n2", -9, 9.0, str(tmp_path / "rank1.log"), None, ended_by_launcher=True),
+        end(2, 1, 5.5, record=ErrorRecord("PeerError", "", True, 5.5, 3, 1)),
+    ]
+    assert report(ends) == [
+        "rank 1 on n2 hangs; rank 0 on n1 has given it up: exit code 124",
+        "  cause: DeadlineError: no sign of life from rank 1",
+        "  where the ranks are:",
+        f"  where rank 1 hangs ({tmp_path}/stack-rank1.txt, the innermost call first):",
+        '    File "train.py", line 16 in my_loop',
+        '    File "train.py", line 17 in <module>',
+        f"  last lines of its log {tmp_path}/rank1.log:",
+        "    reading shard 7",
+        "  ended because of it: ranks 0, 2",
+    ]
+    assert report(ends[::2])[:2] == ["rank 1" + report(ends)[0][12:], report(ends)[1]]  # it could not tell
+    assert brief(ends[0]) == "rank 1 hangs, as rank 0 tells"
+
+
+def test_a_rank_that_is_gone_without_a_word_is_named_by_those_that_saw_it(tmp_path: Path) -> None:
+    died = ErrorRecord("PeerError", "rank 9 (host n2, pid 7) died", True, 5.0, 3, 9)
+    lines = report([end(rank, 1, 5.0, record=died) for rank in range(8)])
+    assert lines[0] == "rank 9 failed first, without a word of its own; rank 0 on n1 tells: exit code 1"
+    assert lines[-1] == "  ended because of it: ranks 0-7"
+    killed = report([end(9, -9, 9.0), *(end(rank, 1, 5.0, record=died) for rank in range(8))])
+    assert killed[0] == "rank 9 on n1 failed first: SIGKILL"
+    assert "  rank 0 saw: rank 9 (host n2, pid 7) died" in killed
+
+
+def test_stacks_that_are_not_there_or_long(tmp_path: Path) -> None:
+    path = tmp_path / "stack-rank0.txt"
+    assert stack(str(path)) == []
+    path.write_text("nothing\n")
+    assert stack(str(path)) == []
+    path.write_text("Current thread 0x1 (most recent call first):\n" + '  File "a.py", line 1 in f\n' * 40)
+    assert stack(str(path))[-1] == "... 28 more"
+    assert len(stack(str(path))) == 13
+
+
+def test_ranges() -> None:
+    assert ranges([3]) == "rank 3"
+    assert ranges([5, 0, 1, 2, 7, 8]) == "ranks 0-2, 5, 7-8"
 
 
 def test_report_after_a_signal_that_was_passed_on_is_short() -> None:

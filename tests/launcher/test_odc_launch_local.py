@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -165,7 +166,12 @@ def test_second_launch_appends_logs_and_forgets_old_errors(launcher: Launcher) -
     code, _, err = finish(launcher.ranks(1, "sys.exit('new')"))
     assert code == 1
     assert "Old" not in err
-    assert launcher.log(0) == b"earlier\nnew\n"
+    first, heading, new = launcher.log(0).decode().splitlines()
+    assert (first, new) == ("earlier", "new")
+    assert re.fullmatch(
+        rf"==== [-\d]+ [:\d]+ [-+\d]+: odc-launch, 1 ranks, {os.uname().nodename} ====", heading
+    )
+    assert "====" not in err
     assert "odc-launch:     new\n" in err
     assert "earlier" not in err
 
@@ -208,7 +214,40 @@ def test_rank_that_only_follows_is_not_blamed(launcher: Launcher) -> None:
     assert code == 128 + signal.SIGSEGV
     assert "rank 1 on" in err
     assert "failed first: SIGSEGV" in err
-    assert "rank 0 exit code 5 (because of another rank, PeerError: rank 1 is gone)" in err
+    assert "ended because of it: rank 0\n" in err
+
+
+def test_rank_that_the_others_gave_up_is_ended_at_once_and_named_with_its_stack(launcher: Launcher) -> None:
+    """The grace time is for those that can end by themselves."""
+    source = """
+        import json
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: open("told", "w"))  # as where it asks for a checkpoint
+            open("ready", "w")
+            while True:
+                time.sleep(0.1)
+        while not os.path.exists("ready"):
+            time.sleep(0.05)
+        if rank == 2:  # it ends by itself after all, and is waited for
+            record = {"type": "PeerError", "message": "rank 1 hangs", "secondary": True, "culprit": 1}
+            while not os.path.exists("told"):
+                time.sleep(0.05)
+        else:
+            with open("logs/stack-rank1.txt", "w") as file:
+                file.write('Current thread 0x7 (most recent call first):\\n  File "x.py", line 3 in loop\\n')
+            record = {"type": "DeadlineError", "message": "no sign of life", "culprit": 1}
+        with open(os.environ["ODC_ERROR_FILE"], "w") as file:
+            json.dump(record, file)
+        sys.exit(124 if rank == 0 else 1)
+    """
+    code, _, err = finish(launcher.ranks(3, source, "--grace-s", "3600", "--oversubscribe"))
+    assert code == 124
+    assert "rank 1 hangs, as rank 0 tells; the ranks that still run (2) get 3600 s" in err
+    assert "SIGTERM to rank 1, which the others have given up" in err
+    assert "SIGKILL to rank 1\n" in err
+    assert f"rank 1 on {os.uname().nodename} hangs; rank 0 on" in err
+    assert 'File "x.py", line 3 in loop\n' in err
+    assert "ended because of it: ranks 0, 2\n" in err
 
 
 def test_others_may_end_by_themselves(launcher: Launcher) -> None:
@@ -225,13 +264,13 @@ def test_others_may_end_by_themselves(launcher: Launcher) -> None:
     process = launcher.ranks(2, source, "--grace-s", "60")
     assert process.stderr is not None
     lines = [next(process.stderr)]
-    while b"running" not in lines[-1]:
+    while b"still run" not in lines[-1]:
         lines.append(next(process.stderr))
     (launcher.folder / "told").touch()
     code, out, _ = finish(process)
     assert code == 9
     assert "[rank 0] saved" in out
-    assert b"the other ranks (1 running) get 60 s" in lines[-1]
+    assert b"rank 1 failed (exit code 9); the ranks that still run (1) get 60 s" in lines[-1]
 
 
 def test_after_the_grace_time_groups_are_terminated_then_killed(launcher: Launcher) -> None:
@@ -256,7 +295,7 @@ def test_after_the_grace_time_groups_are_terminated_then_killed(launcher: Launch
     assert "[rank 0] not now" in out
     assert "SIGTERM to rank 0" in err
     assert "SIGKILL to rank 0" in err
-    assert "rank 0 SIGKILL (ended by odc-launch)" in err
+    assert "ended because of it: rank 0 (SIGKILL by odc-launch)" in err
     assert not any(map(running, left))
 
 
@@ -435,7 +474,7 @@ def test_stopped_rank_ends_with_term_after_another_failed(launcher: Launcher) ->
     code, _, err = finish(process)
     assert time.monotonic() - start < 25
     assert code == 128 + signal.SIGUSR1
-    assert "rank 0 SIGTERM (ended by odc-launch)" in err
+    assert "ended because of it: rank 0 (SIGTERM by odc-launch)" in err
     assert "SIGKILL" not in err
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import Launcher, finish, once_told
-from odc_launcher.failure import ErrorRecord, Outcome, RankEnd, asked_by, preempted, report
+from odc_launcher.failure import ErrorRecord, Outcome, RankEnd, asked_by, preempted
+from odc_launcher.report import report
 from odc_launcher.restart import why_not
 
 CONFIG = "train_batch_size: 8\ncheckpoint: {dir: saved}\nlaunch: {log_dir: logs, nproc_per_node: 2}\n"
