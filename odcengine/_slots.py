@@ -12,7 +12,7 @@ import numpy as np
 
 from odcengine._memory import FileLocks, create_memory, map_memory
 from odcengine._words import Phase, Word
-from odcengine.errors import DeadlineError
+from odcengine.errors import DeadlineError, UsageError
 from odcengine.topology import Topology
 
 _MESSAGE_BYTES = 4096
@@ -154,6 +154,33 @@ class Slots:
 
     def _offset(self, kind: int, index: int) -> int:
         return kind * self._size + index
+
+    # -- drawing work ----------------------------------------------------------------------------------
+
+    def draw(self, serial: int, limit_s: float) -> int:
+        """The next number of minibatch ``serial`` that no rank of the node has drawn, from 0.
+
+        Args:
+            serial: number of the minibatch.
+            limit_s: longest time in seconds to wait for the lock of the slot that counts.
+
+        Raises:
+            UsageError: another rank draws from a later minibatch already.
+            DeadlineError: the slot was locked for longer.
+        """
+        shared = self.words[0]
+        with self.locked(0, limit_s):
+            if shared[Word.DRAWN_FROM] > serial:
+                raise UsageError(
+                    f"{self.describe(self._me)}: minibatch {serial} of the loader is over, another rank is "
+                    f"at minibatch {shared[Word.DRAWN_FROM]}; every rank iterates over every minibatch and "
+                    "calls step() after each"
+                )
+            if shared[Word.DRAWN_FROM] < serial:
+                shared[Word.DRAWN_FROM], shared[Word.DRAWN] = serial, 0
+            number = int(shared[Word.DRAWN])
+            shared[Word.DRAWN] = number + 1
+        return number
 
     # -- words for messages ----------------------------------------------------------------------------
 

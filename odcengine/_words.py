@@ -1,4 +1,4 @@
-"""The words of a rank's slot in the control block, and the names of phases and meetings that they hold."""
+"""The words of a rank's slot in the control block, and the names of the phases that they hold."""
 
 from __future__ import annotations
 
@@ -50,51 +50,6 @@ _PHASE_LABELS = {
     Phase.GENERATING: "generating",
 }
 
-
-class Meeting(enum.IntEnum):
-    """Places where all ranks of a node meet; ranks at different places have run different programs."""
-
-    ALLOCATE = 1
-    END_OF_STEP = 2
-    PUBLISH = 3
-    CLOSE = 4
-    LOCKSTEP_GATHER = 5
-    LOCKSTEP_PUSH = 6
-    EXIT = 7
-    SAVE = 8
-    LOAD = 9
-    BALANCE = 10
-    SAMPLES = 11
-    REFERENCE = 12
-
-    def explain(self, number: int) -> str:
-        """Words for messages: ``the end of step 3``.
-
-        An attached model gives :attr:`CLOSE` and :attr:`EXIT` a number as well: how its last minibatch ended,
-        1 for the end without an optimizer's step, more with one.
-        """
-        text = _MEETING_LABELS[self].format(number)
-        if self in (Meeting.CLOSE, Meeting.EXIT) and number:
-            text += f", the last minibatch {'with' if number > 1 else 'without'} optimizer.step()"
-        return text
-
-
-_MEETING_LABELS = {
-    Meeting.ALLOCATE: "the allocation of windows",
-    Meeting.END_OF_STEP: "the end of step {}",
-    Meeting.PUBLISH: "publish() before step {}",
-    Meeting.CLOSE: "close()",
-    Meeting.EXIT: "the end of its script, without close()",
-    Meeting.SAVE: "a save between steps, before step {}",
-    Meeting.LOAD: "load_checkpoint() before step {}",
-    Meeting.BALANCE: "plan(), exchange(), balance() or annotate() in step {}",
-    Meeting.SAMPLES: "the filling of the sample store, number {}",
-    Meeting.REFERENCE: "update_reference() before step {}",
-    Meeting.LOCKSTEP_GATHER: "the lock-step gather of module group {}",
-    Meeting.LOCKSTEP_PUSH: "the lock-step push of module group {}",
-}
-MEETING_RANGE = 1 << 48
-
 ACTIVE, LEFT = 1, 2
 """Values of :attr:`Word.STATE`."""
 
@@ -122,12 +77,3 @@ class Word(enum.IntEnum):
     DRAWN_FROM = 17  # in the first rank's slot: serial number of the minibatch that ranks draw from
     DRAWN = 18  # and how many numbers they have drawn from it
     DUMPS = 19  # 1: its process writes its stacks when it is asked to
-
-
-def make_tag(meeting: Meeting, number: int) -> int:
-    """A meeting in one number, which ranks that meet compare."""
-    return meeting * MEETING_RANGE + number
-
-
-def explain_tag(tag: int) -> str:
-    return Meeting(tag // MEETING_RANGE).explain(tag % MEETING_RANGE)

@@ -8,32 +8,33 @@ fails or dies, or when an awaited rank shows no sign of life for longer than the
 
 Memory order: words are aligned 8-byte stores; a reader that must also see what the writer wrote *before*
 takes and drops the writer's lock after it saw the word (see ``docs/protocol.md``). The memory itself, with
-its locks, is in ``_slots.py``; who is to blame for a silence is found in ``_blame.py``.
+its locks, is in ``_slots.py``; who is to blame for a silence is found in ``_blame.py``; what a rank that
+stops tells its node is in ``_failures.py``, what it leaves for the launcher in ``_error_record.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
 from odcengine._between_nodes import OtherNodes, Store
 from odcengine._blame import Blame
-from odcengine._hang import DEADLINE_EXIT_CODE, StackFile
+from odcengine._equal_counts import EqualCounts
+from odcengine._error_record import tell_uncaught, write_error_record
+from odcengine._failures import Failures
+from odcengine._hang import StackFile
+from odcengine._meetings import Meeting, compare_tags, make_tag
 from odcengine._memory import share_descriptors
 from odcengine._slots import Slots, create_slots
-from odcengine._words import ACTIVE, LEFT, MEETING_RANGE, Meeting, Phase, Word, explain_tag, make_tag
+from odcengine._words import ACTIVE, LEFT, Phase, Word
 from odcengine.errors import DeadlineError, PeerError, UsageError
 from odcengine.topology import Topology
 
@@ -41,10 +42,8 @@ __all__ = ["ControlBlock", "EventRecorder", "Meeting", "Phase", "Store", "Work"]
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 5e-4
 _PEER_CHECK_S, _LOOK_FOR_CAUSE_S = 0.05, 6.0
-_GIVE_UP_S = 1.0  # then a failure is told or read without the lock of its slot
 _ON_ITS_WAY_S = 1.0  # that bytes of a rank that has failed since may take between two sockets
 _SUSPENDED_S = 1.0  # a nap that took so long was none: the whole job may have been stopped for a while
-_PRIMARY, _SECONDARY = 1, 2
 
 
 def _within(seconds: float, ready: Callable[[], bool]) -> bool:
@@ -116,13 +115,14 @@ class ControlBlock:
         if error_file is not None:
             stack_file = Path(error_file).with_name(f"stack-rank{topology.rank}.txt")
         self._blame = Blame(topology, self._slots, stack_file)
+        self._failures = Failures(topology, self._slots)
+        self._equal_counts = EqualCounts(self._slots, self._me)
         self._pid = os.getpid()
         self._barriers = 0
-        self._ended: tuple[int, int] | None = None  # see end_micro_batches
         self._other_nodes: OtherNodes | None = None
         if store is not None and topology.num_nodes > 1:
             self._other_nodes = OtherNodes(topology, store, self._signs, timeout_s)
-        self._excepthooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._remove_excepthook: Callable[[], None] = lambda: None
         self.closed = False
         if not self._slots.claim():
             raise UsageError(f"{self.describe(self._me)}: two processes run as the same local rank")
@@ -186,22 +186,19 @@ class ControlBlock:
 
         Also writes the launcher's error record. Never raises.
         """
-        if self.closed or not self.is_owner or self._mine[Word.ABORT]:
+        if self.closed or not self.is_owner or self._failures.told:
             return
         secondary = isinstance(error, PeerError)
         culprit = error.rank if isinstance(error, PeerError) else self.topology.rank
         cause = f"{type(error).__name__}: {error}"
         place = f"{self.describe(self._me)} failed in {self._slots.where(self._me)}"
         message = str(error) if secondary else f"{place}: {cause}"
-        with self._slots.locked(self._me, _GIVE_UP_S, or_without=True):
-            self._slots.write_message(message)
-            self._mine[Word.CULPRIT] = 0 if culprit is None else culprit + 1
-            self._mine[Word.ABORT] = _SECONDARY if secondary else _PRIMARY
+        self._failures.tell(message, culprit, secondary=secondary)
         for listener in self.failure_listeners:
             listener()
         if self._other_nodes is not None:
             self._other_nodes.tell_failure(message, culprit, secondary=secondary)
-        self._write_error_record(error, secondary)
+        self._write_error_record(error, secondary=secondary)
 
     def record_end(self, error: BaseException) -> None:
         """Write the launcher's error record and nothing else: a signal handler may call it.
@@ -209,8 +206,17 @@ class ControlBlock:
         Args:
             error: why this process ends now.
         """
-        if not self.closed and self.is_owner and not self._mine[Word.ABORT]:
+        if not self.closed and self.is_owner and not self._failures.told:
             self._write_error_record(error, secondary=False)
+
+    def _write_error_record(self, error: BaseException, *, secondary: bool) -> None:
+        if self._error_file is not None:
+            step = int(self._mine[Word.STEP])
+            write_error_record(self._error_file, self.topology, error, step=step, secondary=secondary)
+
+    def install_excepthook(self) -> None:
+        """Tell all ranks about an exception that ends this process outside of the engine's own calls."""
+        self._remove_excepthook = tell_uncaught(weakref.WeakMethod(self.fail))
 
     @property
     def is_owner(self) -> bool:
@@ -220,7 +226,7 @@ class ControlBlock:
     @property
     def failed(self) -> bool:
         """Whether this rank has told the others that it stops."""
-        return not self.closed and bool(self._mine[Word.ABORT])
+        return not self.closed and self._failures.told
 
     def check(self) -> None:
         """Raise if a rank of this node has failed, or, looked up now and then, one of another node.
@@ -228,10 +234,8 @@ class ControlBlock:
         Raises:
             PeerError: names the rank, its host, the step and the cause.
         """
-        if self._words[:, Word.ABORT].any():
-            self._raise_abort()
-        if self._ended is not None:
-            self._check_nobody_has_more(*self._ended)
+        self._failures.check()
+        self._equal_counts.check_nobody_has_more(self.timeout_s)
         self._hear_other_nodes()
 
     def _hear_other_nodes(self, *, now: bool = False) -> None:
@@ -244,74 +248,9 @@ class ControlBlock:
                 self._blame.tell_places([error.rank])  # another node has given up one of this node's ranks
             raise
 
-    def _raise_abort(self) -> None:
-        codes = self._words[:, Word.ABORT]
-        index = int(np.argmax(codes == _PRIMARY)) if (codes == _PRIMARY).any() else int(codes.argmax())
-        if index == self._me:
-            raise UsageError(
-                f"{self.describe(self._me)} goes on after a failure in this job; "
-                f"the engine cannot: {self._slots.message(index)}"
-            )
-        with self._slots.locked(index, _GIVE_UP_S, or_without=True):
-            message, culprit = self._slots.message(index), int(self._words[index, Word.CULPRIT]) - 1
-        raise PeerError(message, culprit if culprit >= 0 else None)
-
     def _check_failures(self) -> None:
         self.check()
-        self._check_peers_live()
-
-    def _check_peers_live(self) -> None:
-        for index in range(self._size):
-            if index == self._me or self._words[index, Word.STATE] != ACTIVE:
-                continue
-            if self._slots.is_alive(index):
-                continue
-            self.check()  # it may have said why
-            if self._words[index, Word.STATE] == LEFT:
-                continue
-            raise PeerError(
-                f"{self.describe(index)} died or left without close() in {self._slots.where(index)}",
-                self.topology.peers[index],
-            )
-
-    def _write_error_record(self, error: BaseException, secondary: bool) -> None:
-        if self._error_file is None:
-            return
-        # Who notices that a rank is silent is the first to fail: there is nobody else to tell the cause.
-        secondary = secondary and not isinstance(error, DeadlineError)
-        told = f"\n{error.report}" if isinstance(error, DeadlineError) and error.report else ""
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        record = {
-            "rank": self.topology.rank,
-            "host": self.topology.hosts[self.topology.rank],
-            "pid": os.getpid(),
-            "time": time.time(),
-            "type": type(error).__name__,
-            "message": f"{error}{told}",
-            "secondary": secondary,
-            "culprit": error.rank if isinstance(error, PeerError) else self.topology.rank,
-            "step": int(self._mine[Word.STEP]),
-            "traceback": trace,
-        }
-        temporary = f"{self._error_file}.{os.getpid()}"
-        with contextlib.suppress(OSError):
-            Path(temporary).write_text(json.dumps(record), encoding="utf-8")
-            os.replace(temporary, self._error_file)
-
-    def install_excepthook(self) -> None:
-        """Tell all ranks about an exception that ends this process outside of the engine's own calls."""
-        before, block = sys.excepthook, weakref.ref(self)
-
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            alive = block()
-            if alive is not None:
-                alive.fail(error)
-            before(kind, error, trace)
-            if isinstance(error, DeadlineError):
-                raise SystemExit(DEADLINE_EXIT_CODE)  # in an exception hook it sets the exit code
-
-        self._excepthooks = (before, hook)
-        sys.excepthook = hook
+        self._failures.check_lives()
 
     def end_micro_batches(self, step: int, count: int) -> None:
         """Say that this rank has run all ``count`` micro-batches of its share of minibatch ``step``.
@@ -319,10 +258,7 @@ class ControlBlock:
         Until the next barrier has passed, :meth:`check` raises where another rank of the node runs more: it
         would wait for a collective that this rank never enters.
         """
-        with self._slots.locked(self._me, self.timeout_s):
-            self._mine[Word.ENDED_COUNT] = count
-            self._mine[Word.ENDED_STEP] = step + 1
-        self._ended = (step, count)
+        self._equal_counts.end(step, count, self.timeout_s)
 
     def check_equal_counts(self, step: int, count: int) -> None:
         """Raise where a rank of the node ended minibatch ``step`` with fewer than ``count`` micro-batches.
@@ -330,32 +266,7 @@ class ControlBlock:
         Raises:
             UsageError: names both ranks and counts.
         """
-        ended = (self._words[:, Word.ENDED_STEP] == step + 1) & (self._words[:, Word.ENDED_COUNT] < count)
-        if ended.any():
-            fewer = int(ended.argmax())
-            self._raise_unequal(step, self._me, count, fewer, int(self._words[fewer, Word.ENDED_COUNT]))
-
-    def _check_nobody_has_more(self, step: int, count: int) -> None:
-        more = self._running_more(step, count)
-        if more is not None:
-            # Words of one moment: what was read before is not read again.
-            self._slots.synchronize_with((more,), self.timeout_s)
-            if self._running_more(step, count) == more:
-                at_least = int(self._words[more, Word.MICRO_BATCH]) + 1
-                self._raise_unequal(step, more, at_least, self._me, count)
-
-    def _running_more(self, step: int, count: int) -> int | None:
-        # In the opposite order of writing: a rank moves its micro-batch on before it enters the next one.
-        beyond = (self._words[:, Word.STEP] == step) & (self._words[:, Word.MICRO_BATCH] >= count)
-        beyond &= np.isin(self._words[:, Word.PHASE], (Phase.FORWARD, Phase.BACKWARD))
-        return int(beyond.argmax()) if beyond.any() else None
-
-    def _raise_unequal(self, step: int, more: int, at_least: int, fewer: int, count: int) -> None:
-        raise UsageError(
-            f"{self.describe(more)} has at least {at_least} micro-batches in step {step}, "
-            f"{self.describe(fewer)} only {count}. odc.transport: collective and odc.lockstep need the same "
-            "number on every rank (balance.strategy: lb_micro or local_sort); the on-demand transports do not"
-        )
+        self._equal_counts.check_nobody_ended(step, count)
 
     # -- waiting ---------------------------------------------------------------------------------------
 
@@ -398,6 +309,22 @@ class ControlBlock:
         if ready():
             return 0.0
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+
+        def look_around(start: int) -> None:
+            self._check_failures()
+            remote = elsewhere() if elsewhere is not None else ()
+            missing = awaited()
+            self._failures.check_nobody_left(missing, what)
+            self._blame.check(
+                missing,
+                remote,
+                self._other_nodes,
+                everyone=everyone,
+                start=start,
+                limit_s=limit_s,
+                what=what,
+            )
+
         begun = now = counted_from = time.monotonic_ns()
         nap_s, next_check = _FIRST_NAP_S, begun
         try:
@@ -408,23 +335,10 @@ class ControlBlock:
                 if now - last > _SUSPENDED_S * 1e9:
                     counted_from = now
                 try:
-                    if self._words[:, Word.ABORT].any():
-                        self._raise_abort()
+                    self._failures.check()
                     if now >= next_check:
                         next_check = now + int(_PEER_CHECK_S * 1e9)
-                        self._check_failures()
-                        remote = elsewhere() if elsewhere is not None else ()
-                        missing = awaited()
-                        self._check_nobody_left(missing, what)
-                        self._blame.check(
-                            missing,
-                            remote,
-                            self._other_nodes,
-                            everyone=everyone,
-                            start=counted_from,
-                            limit_s=limit_s,
-                            what=what,
-                        )
+                        look_around(counted_from)
                 except PeerError as error:
                     if ready() or (not isinstance(error, DeadlineError) and _within(late_s, ready)):
                         break
@@ -488,16 +402,6 @@ class ControlBlock:
             f"{self.describe(self._me)}: {what} failed, as it does when another rank has gone: {error}"
         ) from error
 
-    def _check_nobody_left(self, awaited: Sequence[int], what: str) -> None:
-        for index in awaited:
-            if self._words[index, Word.STATE] == LEFT:
-                self.check()  # it may have failed before it left
-                raise PeerError(
-                    f"{self.describe(index)} has closed its engine, but {self.describe(self._me)} waits in "
-                    f"{self._slots.where(self._me)} for: {what}",
-                    self.topology.peers[index],
-                )
-
     # -- flag B and the node's barrier -----------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
@@ -545,7 +449,7 @@ class ControlBlock:
             lambda: np.flatnonzero(entered < arrivals).tolist(),
         )
         self._slots.synchronize_with(range(self._size), self.timeout_s)
-        self._ended = None
+        self._equal_counts.have_met()
         self.compare_tags(dict(zip(self.topology.peers, self._words[:, word].tolist(), strict=True)))
         return seconds
 
@@ -559,20 +463,7 @@ class ControlBlock:
             UsageError: names who is where.
             PeerError: the same, where another rank has ended its script.
         """
-        meetings = {rank: Meeting(tag // MEETING_RANGE) for rank, tag in tags.items()}
-        leave = set(meetings.values()) <= {Meeting.CLOSE, Meeting.EXIT}
-        if len({tag % MEETING_RANGE if leave else tag for tag in tags.values()}) == 1:
-            return
-        places = [f"{self.describe_rank(rank)} is at {explain_tag(tag)}" for rank, tag in tags.items()]
-        message = (
-            f"ranks ran different programs: {'; '.join(places)}. Every rank must call step() the same number "
-            "of times, also with no micro-batch, and close() after that; saves and other calls between steps "
-            "are made by all ranks, not by rank 0 alone"
-        )
-        ended = [rank for rank, meeting in meetings.items() if meeting is Meeting.EXIT]
-        if ended and self.topology.rank not in ended:
-            raise PeerError(message, ended[0])
-        raise UsageError(message)
+        compare_tags(tags, self.topology.rank, self.describe_rank)
 
     # -- locks -----------------------------------------------------------------------------------------
 
@@ -613,19 +504,7 @@ class ControlBlock:
         self.beat()
         if self._other_nodes is not None:
             return self._other_nodes.draw(serial)
-        shared = self._words[0]
-        with self._slots.locked(0, self.timeout_s):
-            if shared[Word.DRAWN_FROM] > serial:
-                raise UsageError(
-                    f"{self.describe(self._me)}: minibatch {serial} of the loader is over, another rank is "
-                    f"at minibatch {shared[Word.DRAWN_FROM]}; every rank iterates over every minibatch and "
-                    "calls step() after each"
-                )
-            if shared[Word.DRAWN_FROM] < serial:
-                shared[Word.DRAWN_FROM], shared[Word.DRAWN] = serial, 0
-            number = int(shared[Word.DRAWN])
-            shared[Word.DRAWN] = number + 1
-        return number
+        return self._slots.draw(serial, self.timeout_s)
 
     # -- the rest --------------------------------------------------------------------------------------
 
@@ -675,8 +554,7 @@ class ControlBlock:
             return
         self.closed = True
         self._stacks.close()
-        if self._excepthooks is not None and sys.excepthook is self._excepthooks[1]:
-            sys.excepthook = self._excepthooks[0]
+        self._remove_excepthook()
         if self.is_owner:
             self._mine[Word.STATE] = LEFT
         del self._words, self._mine  # views of what goes now

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from odcengine._hang import DEADLINE_EXIT_CODE
+from odcengine._meetings import make_tag
 from odcengine._memory import available_memory
-from odcengine._words import make_tag
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import ConfigError, DeadlineError, OdcError
 from odcengine.transport._mpi_progress import ProgressTrial

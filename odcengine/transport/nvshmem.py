@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from odcengine._collectives import all_gather
-from odcengine._words import make_tag
+from odcengine._meetings import make_tag
 from odcengine.control import ControlBlock, Meeting
 from odcengine.errors import OdcError
 from odcengine.transport import _kernels
