@@ -4,8 +4,9 @@ Which samples form a minibatch depends on seed, epoch and ``train_batch_size`` o
 ranks, the strategy or the limits. Who computes which of them is the plan's matter (``odcengine.balance``).
 Both are pure functions that every rank evaluates for itself; the loader communicates nothing.
 
-The next minibatch is planned in a thread while the present one is computed, and another thread reads some
-micro-batches ahead (``prefetch.py``). With an
+What samples there are and how micro-batches are made of them is in ``samples.py``. The next minibatch is
+planned in a thread while the present one is computed, and another thread reads some micro-batches ahead
+(``ahead.py``). With an
 :class:`~odcengine.balance.OnlineCost` it is planned with what was measured in the steps up to the last but
 one before it: the last one is still running then. That holds for every minibatch, also for the first after a
 position was loaded, so it does not depend on when a thread got its turn, and all ranks plan alike.
@@ -14,15 +15,12 @@ position was loaded, so it does not depend on when a thread got its turn, and al
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,22 +30,18 @@ import torch
 from odcengine.balance import Fit, OnlineCost
 from odcengine.balance.online import Work
 from odcengine.balance.plan import EQUAL_COUNT_STRATEGIES, STRATEGIES, Costs, make_plan
-from odcengine.data.batch import MicroBatch
+from odcengine.data.ahead import Ahead
 from odcengine.data.dataset import TokenDataset
-from odcengine.data.finite import check_sample_is_finite
-from odcengine.data.lengths import MapDataset, is_token_sample, measure, naming, refuse_text
+from odcengine.data.lengths import MapDataset
 from odcengine.data.minibatch import LocalCounter, Minibatch
-from odcengine.data.pack import num_targets_of, pack_samples, truncate_sample
-from odcengine.data.prefetch import Reader, Reading
-from odcengine.data.vocabulary import check_micro_batch
+from odcengine.data.prefetch import Reader
+from odcengine.data.samples import TOO_LONG, Samples
 from odcengine.errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
 
 PREFETCH = 2
 """Micro-batches that are read ahead of the one in use, of data sets that are known to bear it."""
-
-_TOO_LONG = ("error", "truncate", "skip")
 
 OnLoad = Callable[[float, float, "tuple[int, ...] | None"], None]
 """From when to when, in seconds of ``time.perf_counter()``, a micro-batch was read or waited for; data set
@@ -179,40 +173,39 @@ class MinibatchLoader:
         self.pad_to_multiple_of = pad_to_multiple_of
         self.fields = tuple(fields)
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
-        self.packs = collate_fn is None and is_token_sample(dataset[0])
         self.vocab_size = vocab_size
-        self.lengths, self.num_targets, self._longest_sequence = measure(
-            dataset, length_fn, self.packs, vocab_size
+        self._samples = Samples(
+            dataset,
+            max_length=max_length,
+            max_tokens=max_tokens,
+            too_long=too_long,
+            length_fn=length_fn,
+            collate_fn=collate_fn,
+            pad_to_multiple_of=pad_to_multiple_of,
+            fields=self.fields,
+            vocab_size=vocab_size,
+            warn=rank == 0,
         )
-        # Before any truncation: another limit of the length does not change the order.
-        self._contents = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
-        self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
-        if collate_fn is None and not self.knows_lengths:
-            refuse_text(dataset[0])
-        self._truncated: frozenset[int] = frozenset()
-        self._usable = np.arange(len(self.lengths))
-        limits = [limit for limit in (max_length, max_tokens) if limit is not None]
-        if limits:
-            self._handle_too_long(too_long, min(limits))
+        self.packs = self._samples.packs
+        self.knows_lengths = self._samples.knows_lengths
+        self.lengths, self.num_targets = self._samples.lengths, self._samples.num_targets
         self.epoch = 0
         self.index = 0
         self.asked_at = -math.inf
         self.on_load: OnLoad | None = None
         self._current: Minibatch | None = None
         self._unmeasured: Minibatch | None = None  # handed out by iterating, and its step has not ended
-        self._planner: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="odc-plan")
-        self._planned: tuple[tuple[int, int], Future[Minibatch]] | None = None
-        if prefetch is None:
+        if strategy == "dynamic":
+            prefetch = 0
+        elif prefetch is None:
             prefetch = PREFETCH if isinstance(dataset, TokenDataset) and collate_fn is None else 0
-        self.prefetch = 0 if strategy == "dynamic" else prefetch
-        self._reader = Reader(device, timeout_s)
-        self._read_of_planned: deque[Reading] = deque()  # the first micro-batches of the planned minibatch
-        self._read_of_current: deque[Reading] = deque()  # the same, of the minibatch handed out last
+        self._ahead = Ahead(Reader(device, timeout_s), prefetch)
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
         if len(self) == 0:
             raise ConfigError(
-                f"data: {len(self._usable)} samples are less than train_batch_size {train_batch_size}, and "
-                "drop_last leaves out the short minibatch: nothing to train on; set drop_last to false"
+                f"data: {len(self._samples.usable)} samples are less than train_batch_size "
+                f"{train_batch_size}, and drop_last leaves out the short minibatch: nothing to train on; set "
+                "drop_last to false"
             )
 
     @property
@@ -233,11 +226,16 @@ class MinibatchLoader:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence in the samples that are used, after truncation."""
-        return int(np.minimum(self.lengths, self._longest_sequence)[self._usable].max())
+        return self._samples.longest
+
+    @property
+    def prefetch(self) -> int:
+        """Micro-batches that are read ahead of the one in use; none after :meth:`close`."""
+        return self._ahead.prefetch
 
     def __len__(self) -> int:
         """Minibatches of a whole epoch."""
-        full, rest = divmod(len(self._usable), self.train_batch_size)
+        full, rest = divmod(len(self._samples.usable), self.train_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Minibatch]:
@@ -245,7 +243,7 @@ class MinibatchLoader:
             self.asked_at = time.perf_counter()
             # Counted when it is handed out: state is saved after the step that uses it.
             self.index += 1
-            self._current = self._unmeasured = self._take_planned(self.epoch, self.index - 1)
+            self._current = self._unmeasured = self._take(self.epoch, self.index - 1)
             if self.strategy == "dynamic":
                 self._current.draw_from(functools.partial(self._draw_next, self.next_serial()))
             self._plan_next()
@@ -259,23 +257,18 @@ class MinibatchLoader:
         self.before_draw()
         return self._draw(serial)
 
-    def _take_planned(self, epoch: int, index: int) -> Minibatch:
+    def _take(self, epoch: int, index: int) -> Minibatch:
         """The minibatch that was planned in the background, or one planned now."""
-        planned, self._planned = self._planned, None
-        _cancel(self._read_of_current)
-        self._read_of_current, self._read_of_planned = self._read_of_planned, deque()
-        if planned is not None and planned[0] == (epoch, index):
-            return planned[1].result()  # of a thread of this process that only computes
-        _cancel(self._read_of_current)
+        planned = self._ahead.take((epoch, index))
+        if planned is not None:
+            return planned
         return self._make_minibatch(epoch, index, self._freeze_fit(skip_last=1))
 
     def _plan_next(self) -> None:
         """Plan in the background what iterating gives next, with what has been measured up to now."""
-        if self._planner is None:
-            return
         following = (self.epoch, self.index) if self.index < len(self) else (self.epoch + 1, 0)
-        future = self._planner.submit(self._make_minibatch, *following, self._freeze_fit(skip_last=0))
-        self._planned = (following, future)
+        fit = self._freeze_fit(skip_last=0)
+        self._ahead.plan(following, functools.partial(self._make_minibatch, *following, fit))
 
     def _freeze_fit(self, skip_last: int) -> Callable[[], Fit] | None:
         return self.cost.freeze(skip_last=skip_last) if isinstance(self.cost, OnlineCost) else None
@@ -398,16 +391,16 @@ class MinibatchLoader:
                 "saved, or begin anew in another checkpoint.dir"
             )
         self.epoch, self.index = int(state["epoch"]), int(state["index"])
-        self._planned = self._unmeasured = None
-        _cancel(self._read_of_planned)
+        self._unmeasured = None
+        self._ahead.drop()
         if isinstance(self.cost, OnlineCost) and "cost" in state:
             self.cost.load_state_dict(state["cost"])
 
     def _identity(self) -> dict[str, Any]:
         """What has to be equal for a position to mean the same samples."""
         return {
-            "num_samples": len(self._usable),
-            "lengths_sha256": self._contents,
+            "num_samples": len(self._samples.usable),
+            "lengths_sha256": self._samples.contents,
             "train_batch_size": self.train_batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -424,7 +417,7 @@ class MinibatchLoader:
         """Data set indices in the order of an epoch; kept for the last epoch asked for."""
         kept = self._order_of_epoch
         if kept is None or kept[0] != epoch:
-            order = self._usable
+            order = self._samples.usable
             if self.shuffle:
                 # Sorting raw bits: of numpy's generators only the raw stream is the same in every version.
                 bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(order))
@@ -434,58 +427,15 @@ class MinibatchLoader:
 
     def _load_all(self, minibatch: Minibatch) -> Generator[tuple[tuple[int, ...], Any], None, None]:
         """The micro-batches of a minibatch in turn, each behind the data set indices of its samples."""
-        planned = minibatch.planned
-        if planned is None or not self.prefetch:
+        planned, current = minibatch.planned, minibatch is self._current
+        with self._ahead.reading(minibatch, self._load, current=current) as read:
             for sample_ids in minibatch.drawn() if planned is None else planned:
                 start = time.perf_counter()
-                yield (
-                    sample_ids,
-                    self._handed(minibatch, sample_ids, start, self._load(minibatch, sample_ids)),
-                )
-            return
-        iterated = minibatch is self._current
-        begun: deque[Reading] = deque()
-        if iterated:
-            begun, self._read_of_current = self._read_of_current, begun
-        if iterated and not planned:
-            self._read_next(self.prefetch)
-        try:
-            for number, sample_ids in enumerate(planned):
-                start = time.perf_counter()
-                for ahead in planned[number + len(begun) : number + self.prefetch + 1]:
-                    begun.append(self._read(ahead, functools.partial(self._load, minibatch, ahead)))
-                if iterated:
-                    self._read_next(self.prefetch + number + 1 - len(planned))
-                reading = begun.popleft()
-                closed = reading.future.cancelled()
-                batch = self._load(minibatch, sample_ids) if closed else self._reader.wait(reading)
-                yield sample_ids, self._handed(minibatch, sample_ids, start, batch)
-        finally:
-            _cancel(begun)
-
-    def _handed(self, minibatch: Minibatch, sample_ids: tuple[int, ...], start: float, batch: Any) -> Any:
-        self._current = minibatch
-        if self.on_load is not None:
-            self.on_load(start, time.perf_counter(), sample_ids)
-        return batch
-
-    def _read(self, sample_ids: tuple[int, ...] | None, function: Callable[[], Any]) -> Reading:
-        what = "the next minibatch" if sample_ids is None else f"samples {list(sample_ids)}"
-        return self._reader.submit(what, function)
-
-    def _read_next(self, count: int) -> None:
-        """Have the first ``count`` micro-batches read of the minibatch that is being planned."""
-        if self._planned is None:
-            return
-        future = self._planned[1]
-
-        def read(number: int) -> Any:
-            minibatch = future.result()
-            planned = minibatch.planned or ()
-            return self._load(minibatch, planned[number]) if number < len(planned) else None
-
-        for number in range(len(self._read_of_planned), count):
-            self._read_of_planned.append(self._read(None, functools.partial(read, number)))
+                batch = read(sample_ids)
+                self._current = minibatch
+                if self.on_load is not None:
+                    self.on_load(start, time.perf_counter(), sample_ids)
+                yield sample_ids, batch
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End the threads that plan and read ahead; what is asked for later is done by who asks.
@@ -493,94 +443,14 @@ class MinibatchLoader:
         Args:
             timeout_s: so long a reading is waited for that has begun.
         """
-        self.prefetch, self._planned = 0, None
-        _cancel(self._read_of_planned)
-        _cancel(self._read_of_current)
-        planner, self._planner = self._planner, None
-        if planner is not None:
-            planner.shutdown(wait=False, cancel_futures=True)
-        self._reader.close(timeout_s)
+        self._ahead.close(timeout_s)
 
     def _load(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
         """The micro-batch of some samples of a minibatch; a dummy for none."""
         try:
-            return self._packed(sample_ids) if self.packs else self._collated(minibatch, sample_ids)
+            return self._samples.micro_batch(sample_ids, stand_in=minibatch.sample_ids[:1])
         except UsageError as error:
             raise UsageError(f"{error} (in a micro-batch of rank {self.rank})") from error
-
-    def _packed(self, sample_ids: tuple[int, ...]) -> MicroBatch:
-        batch = pack_samples(
-            [self._sample(index) for index in sample_ids],
-            sample_ids=sample_ids,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            fields=self.fields,
-        )
-        if self.max_tokens is not None and batch.num_tokens > self.max_tokens:
-            raise UsageError(
-                f"samples {list(sample_ids)} have {batch.num_tokens} tokens together instead of "
-                f"{self.lengths[list(sample_ids)].sum()}, more than the {self.max_tokens} of a "
-                "micro-batch; correct the data set's attribute lengths, or length_fn"
-            )
-        if self.vocab_size is not None:
-            check_micro_batch(batch, self.vocab_size)
-        return batch
-
-    def _collated(self, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
-        samples = []
-        for index in sample_ids or minibatch.sample_ids[:1]:
-            samples.append(self._sample(index))
-            check_sample_is_finite(samples[-1], f"sample {index}")
-        collate = self.collate_fn or torch.utils.data.default_collate
-        with naming(f"samples {list(sample_ids)} cannot be put together"):
-            return collate(samples)
-
-    def _sample(self, index: int) -> Any:
-        with naming(f"sample {index} cannot be read"):
-            sample = self.dataset[index]
-        if index in self._truncated:
-            with naming(f"sample {index} cannot be truncated"):
-                return truncate_sample(sample, int(self.lengths[index]), self.fields)
-        return sample
-
-    def _handle_too_long(self, too_long: str, limit: int) -> None:
-        over = np.flatnonzero(self.lengths > limit)
-        if not len(over):
-            return
-        first = int(over[0])
-        what = (
-            f"{len(over)} of {len(self.lengths)} samples are longer than the limit of {limit} "
-            f"tokens; the first is sample {first} with {self.lengths[first]} tokens"
-        )
-        if too_long == "error":
-            raise ConfigError(
-                f"data: {what}; raise the limit to {self.lengths.max()} "
-                "(balance.max_tokens_per_micro_batch, and data.max_length if given), or set data.too_long to "
-                "truncate or skip"
-            )
-        if self.rank == 0:
-            logger.warning("data: %s; too_long is %s", what, too_long)
-        if too_long == "skip":
-            self._usable = np.flatnonzero(self.lengths <= limit)
-            if not len(self._usable):
-                raise ConfigError(f"data: {what}, and nothing is left when they are skipped")
-            return
-        if not self.packs:
-            raise ConfigError(
-                f"data: {what}; only samples with input_ids that the loader packs itself can be truncated; "
-                "choose error or skip, or truncate them in the data set"
-            )
-        self._truncated = frozenset(over.tolist())
-        self.lengths = np.minimum(self.lengths, limit)
-        if self.num_targets is not None:
-            self.num_targets = self.num_targets.copy()
-            for index in over.tolist():
-                self.num_targets[index] = num_targets_of(self._sample(index), index)
-
-
-def _cancel(readings: deque[Reading]) -> None:
-    for reading in readings:
-        reading.future.cancel()
-    readings.clear()
 
 
 def _check_arguments(
@@ -603,8 +473,8 @@ def _check_arguments(
     ]
     if strategy not in STRATEGIES:
         problems.append(f"balance: strategy {strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
-    if too_long not in _TOO_LONG:
-        problems.append(f"data: too_long is {too_long!r}; choose one of {', '.join(_TOO_LONG)}")
+    if too_long not in TOO_LONG:
+        problems.append(f"data: too_long is {too_long!r}; choose one of {', '.join(TOO_LONG)}")
     if len(dataset) == 0:
         problems.append("data: the data set has no samples")
     if problems:

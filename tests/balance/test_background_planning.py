@@ -78,7 +78,7 @@ def test_the_next_minibatch_is_planned_in_another_thread(monkeypatch: pytest.Mon
     monkeypatch.setattr(loader_module, "make_plan", watched)
     loader = make_loader(learn=False)
     assert len(list(loader)) == 20
-    loader._planner.shutdown()
+    loader._ahead._planner.shutdown()
     # The first one here, then 19 and the first of the next epoch there.
     assert threads == [True] + [False] * 20
 
