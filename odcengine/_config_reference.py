@@ -36,6 +36,11 @@ sft.yaml:9: optimizer.params.lr: written twice, in lines 8 and 9; keep one
 With `--world-size N` it also works out the batch sizes for N ranks. Training scripts and `odc-launch`
 make the same check before any process starts. Examples: the files in `configs/`.
 
+Files and folders that are not there are warned of (model, data, adapter, checkpoint to begin from, host
+file, image), and so are folders that this user cannot write (checkpoints, logs, metrics): as seen from this
+machine and the working directory. With `--paths` they are mistakes. `odc-launch` warns of them before it
+submits a job, and with `--plan`.
+
 YAML is read by the rules of YAML 1.2: `2e-5` is a number, `yes` and `on` are text (write `true`), keys
 are names. Refused: a key written twice, tags, merge keys (`<<`), more than one document, files over 256
 KiB.

@@ -130,9 +130,20 @@ def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals)
     )
     has_srun, has_sbatch = (step.find_program(name) is not None for name in ("srun", "sbatch"))
     mode = job.choose_mode(wish, os.environ, has_srun=has_srun, has_sbatch=has_sbatch)
+    if config is not None and (mode == "submit" or options.plan is not None):
+        _warn_of_paths(config, options.config)  # elsewhere the ranks say so within seconds
     if mode in ("local", "adopt"):
         return _start_here(request, wish, options, config, early, adopt=mode == "adopt")
     return _start_elsewhere(request, wish, options, config, early, mode)
+
+
+def _warn_of_paths(config: Config, file: str) -> None:
+    """What a job that may wait for hours would not find."""
+    from odcengine._config_paths import path_problems
+    from odcengine._config_source import read_source
+
+    for line in read_source(file).report(path_problems(config)):
+        print(f"odc-launch: warning: {line}", file=sys.stderr)
 
 
 def _start_here(

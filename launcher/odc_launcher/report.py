@@ -54,6 +54,8 @@ def report(
 def brief(first: RankEnd) -> str:
     """What is known when the first rank has ended, in a few words."""
     blamed, record = blamed_rank(first), first.record
+    if record is None and first.returncode == REQUEUE_EXIT_CODE:
+        return f"rank {first.rank} ended with {REQUEUE_EXIT_CODE}, to go on in a new run"
     if record is None:
         return f"rank {first.rank} failed ({describe(first.returncode)})"
     if blamed is None:

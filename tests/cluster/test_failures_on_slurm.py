@@ -100,6 +100,50 @@ def test_warned_while_the_ranks_still_load_is_requeued(cluster: Cluster, tmp_pat
         wait_until(lambda: not cluster.run(tmp_path, "squeue", "--noheader")[1].strip(), "the job is gone")
 
 
+LOCAL = """
+import os, signal, sys, time
+def asked(number, frame):
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, asked)
+print("run", os.environ.get("SLURM_RESTART_COUNT"), flush=True)
+while os.environ.get("SLURM_RESTART_COUNT") != "1":
+    time.sleep(0.05)
+"""
+
+
+def test_ranks_without_a_step_of_slurm_are_warned_and_requeued_too(cluster: Cluster, tmp_path: Path) -> None:
+    """`--launcher local` in a batch script; both runs write into the same logs."""
+    (tmp_path / "train.py").write_text(LOCAL)
+    (tmp_path / "c.yaml").write_text(
+        "train_batch_size: 8\ncheckpoint: {dir: saved}\n"
+        "launch: {max_requeues: 1, log_dir: logs, nproc_per_node: 2, launcher: local}\n"
+    )
+    launch = " ".join(cluster.launch("--config", "c.yaml", "train.py"))
+    (tmp_path / "job").write_text(
+        f"#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nexec {launch}\n"
+    )
+    code, out, err = cluster.run(tmp_path, "sbatch", "--parsable", "job")
+    assert code == 0, err
+    job = out.strip()
+    try:
+        logs = [tmp_path / "logs" / f"rank{rank}.log" for rank in range(2)]
+        wait_until(lambda: all(log.exists() and log.read_text() for log in logs), "both ranks run")
+        assert cluster.run(tmp_path, "scancel", "--batch", "--signal=USR1", job)[0] == 0
+        wait_until(lambda: "Restarts=1" in cluster.state(job), "the job is requeued")
+        cluster.wait_for(job, ["PENDING"])
+        cluster.run(tmp_path, "scontrol", "update", f"JobId={job}", "StartTime=now+4")
+        cluster.wait_for(job, ["COMPLETED"])
+        for log in logs:
+            first, heading, second = log.read_text().splitlines()
+            assert (first, second) == ("run None", "run 1")
+            assert re.search(rf": SLURM's job {job}, run 2, 2 ranks, n[12] ====$", heading), heading
+        told = (tmp_path / f"slurm-{job}.out").read_text()
+        assert f"the ranks ended with 75, to go on in a new run: scontrol requeue {job}" in told
+        assert "failed" not in told
+    finally:
+        cluster.run(tmp_path, "scancel", job)
+
+
 def test_time_limit_warns_by_signal(cluster: Cluster, tmp_path: Path) -> None:
     prepare(tmp_path, every=0, launch="nodes: 2, nproc_per_node: 1")
     limit = ["--sbatch-arg=--time=10", "--sbatch-arg=--signal=USR1@10"]

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,7 +120,8 @@ def test_example_file(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     """Loads; says nothing beyond DeepSpeed's keys; printed resolved, it gives the same again."""
     assert main([str(path)]) == 0
     out, err = capsys.readouterr()
-    assert (err == "") == (path.name != "deepspeed_zero3.json")
+    told = [line for line in err.splitlines() if " does not exist (looked for " not in line]  # models, data
+    assert (told == []) == (path.name != "deepspeed_zero3.json")
     (tmp_path / "resolved.yaml").write_text(out)
     again = load_config(tmp_path / "resolved.yaml")
     assert all("train_batch_size: auto" in notice for notice in again.notices)
@@ -297,3 +299,84 @@ def test_yaml_in_the_reference_page_loads(tmp_path: Path) -> None:
     block = reference().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "c.yaml").write_text(block)
     assert load_config(tmp_path / "c.yaml").notices == ()
+
+
+PATHS = """\
+train_batch_size: 8
+model:
+  path: models/none/here
+  reference: some-org/not-downloaded
+  lora:
+    path: adapter
+data:
+  path: data/sft
+checkpoint:
+  dir: file/saved
+  resume: /none/step_7
+monitor:
+  jsonl: .
+  tensorboard: writable/new/deep
+launch:
+  log_dir: closed/logs
+  hostfile: hosts
+  container_image: images/none.sqsh
+"""
+
+
+def test_paths_that_are_not_there_are_told_with_their_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(PATHS)
+    (tmp_path / "file").touch()
+    for name in ("adapter", "writable", "closed"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path) and allowed(path, mode))
+    host = socket.gethostname()
+
+    def missing(name: str) -> str:
+        return f"{name} does not exist (looked for {tmp_path / name} on {host})"
+
+    expected = [
+        f"c.yaml:3: model.path: {missing('models/none/here')}",
+        f"c.yaml:4: model.reference: {missing('some-org/not-downloaded')}; as a name on the Hugging Face Hub "
+        f"it is not downloaded yet ({tmp_path / 'hub'}), which the ranks would have to do",
+        "c.yaml:6: model.lora.path: adapter has no adapter_config.json; expected an adapter as peft saves it",
+        f"c.yaml:8: data.path: {missing('data/sft')}",
+        f"c.yaml:10: checkpoint.dir: file/saved cannot be a folder: {tmp_path / 'file'} is a file",
+        f"c.yaml:11: checkpoint.resume: {missing('/none/step_7')}",
+        "c.yaml:13: monitor.jsonl: . is a folder; expected a file",
+        f"c.yaml:16: launch.log_dir: closed/logs cannot be made: {tmp_path / 'closed'} is not writable for "
+        f"this user on {host}",
+        f"c.yaml:17: launch.hostfile: {missing('hosts')}",
+        f"c.yaml:18: launch.container_image: {missing('images/none.sqsh')}",
+    ]
+    assert main(["c.yaml"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [f"warning: {line}" for line in expected]
+    assert main(["c.yaml", "--paths"]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.splitlines()) == ("", expected)
+
+
+def test_paths_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["model/config.json", "adapter/adapter_config.json", "data/meta.json", "hosts", "metrics.jsonl"]
+    for name in (*files, "hub/models--org--name/x", "saved/step_7/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "c.yaml").write_text(
+        "train_batch_size: 8\n"
+        "model: {path: model, reference: org/name, lora: {path: adapter}}\n"
+        "data: {path: data}\n"
+        "checkpoint: {dir: saved, resume: saved/step_7}\n"
+        "monitor: {jsonl: metrics.jsonl, timeline_dir: new, timeline_every: 5}\n"
+        "launch: {hostfile: hosts, container_image: 'nvcr.io#nvidia/pytorch:26.01-py3', log_dir: logs}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert main(["c.yaml", "--paths"]) == 0
+    assert capsys.readouterr().err == ""

@@ -128,13 +128,14 @@ def test_submitted_jobs_outlive_a_node(tmp_path: Path) -> None:
     os.environ["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{path}"
     try:
         shown = launch(tmp_path, "--max-restarts", "2", *words)
-        plain = launch(tmp_path, *words)
+        plain = launch(tmp_path, *words, config="data: {path: gone}\n")
     finally:
         os.environ["PATH"] = path
     assert shown.returncode == 0, shown.stderr
     assert "#SBATCH --no-kill\n" in shown.stdout
     assert "--max-restarts=2" in shown.stdout
     assert "--no-kill" not in plain.stdout
+    assert "odc-launch: warning: c.yaml:3: data.path: gone does not exist (looked for" in plain.stderr
 
 
 def test_nodes_that_a_job_has_lost() -> None:
