@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +24,20 @@ from odcengine.topology import RankInfo
 
 Mark = Any
 """A point in time of a device; see :meth:`Device.mark`."""
+
+SHARE_VARIABLE = "ODC_SHARE_GPUS"
+
+
+def shares_gpus() -> bool:
+    """Whether several ranks may compute on one GPU: ``ODC_SHARE_GPUS``, for trying things out.
+
+    Raises:
+        ConfigError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(SHARE_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"environment: {SHARE_VARIABLE}={value!r}; expected 1 (ranks share GPUs) or 0")
+    return value == "1"
 
 
 class Device(abc.ABC):
@@ -42,7 +57,9 @@ class Device(abc.ABC):
     @property
     def backend(self) -> str:
         """Backends of torch.distributed for tensors of the host and of the device."""
-        return "cpu:gloo,cuda:nccl" if self.type == "cuda" else "gloo"
+        if self.type == "cpu":
+            return "gloo"
+        return "cpu:gloo,cuda:gloo" if shares_gpus() else "cpu:gloo,cuda:nccl"  # NCCL wants a GPU a rank
 
     @abc.abstractmethod
     def mark(self) -> Mark:
@@ -198,20 +215,28 @@ def choose_device(info: RankInfo, wanted: str) -> Device:
             "expected cpu or auto here"
         )
     visible, local = torch.cuda.device_count(), info.local_rank or 0
+    if shares_gpus():
+        return CudaDevice(local % visible)
     if visible > 1 and local >= visible:
         raise ConfigError(
             f"local rank {local} of {info.local_world_size} finds {visible} GPUs; start at most one rank a "
-            "GPU (odc-launch --nproc-per-node), or set odc.device: cpu"
+            "GPU (odc-launch --nproc-per-node), or set odc.device: cpu; to try things out, "
+            f"{SHARE_VARIABLE}=1 lets ranks share GPUs"
         )
     # A scheduler may show each rank its own GPU only; then that is number 0 for all of them.
     return CudaDevice(local if visible > 1 else 0)
 
 
 def identity_of(device: Device) -> str:
-    """What tells a GPU from all others of all machines, and its kind, as ``id|kind``; a CPU has no id."""
+    """What tells a GPU from all others of all machines, and its kind, as ``id|kind``.
+
+    CPUs have no id, and GPUs that ranks may share.
+    """
     if device.type != "cuda":
         return "|CPU"
     properties = torch.cuda.get_device_properties(device.torch_device)
+    if shares_gpus():  # told, so that a rank with another value is named
+        return f"|{properties.name} ({SHARE_VARIABLE}=1)"
     return f"{properties.uuid}|{properties.name}"
 
 
@@ -255,5 +280,6 @@ def check_devices(identities: list[str], describe: list[str]) -> None:
         if uuid and first.setdefault(uuid, rank) != rank:
             raise ConfigError(
                 f"{describe[first[uuid]]} and {describe[rank]} are on the same GPU; give each rank one "
-                "of its own (as many ranks a node as GPUs; LOCAL_RANK or CUDA_VISIBLE_DEVICES may be wrong)"
+                "of its own (as many ranks a node as GPUs; LOCAL_RANK or CUDA_VISIBLE_DEVICES may be wrong); "
+                f"to try things out, {SHARE_VARIABLE}=1 lets ranks share GPUs"
             )

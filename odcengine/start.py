@@ -203,7 +203,7 @@ def _groups(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
 
 
 def _init_process_group(info: RankInfo, device: Device, timeout: datetime.timedelta) -> None:
-    device_id = device.torch_device if device.type == "cuda" else None
+    device_id = device.torch_device if "nccl" in device.backend else None
     if info.world_size == 1 and info.rendezvous is None:
         dist.init_process_group(
             device.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id

@@ -71,7 +71,7 @@ def _child(
     folder: str,
     timeout_s: float,
     env: dict[str, str],
-    gpus: bool,
+    gpus: int | None,
 ) -> None:
     """One rank. What it runs is unpickled, and its module imported, when the environment is the test's."""
     import torch
@@ -86,10 +86,13 @@ def _child(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    if not gpus:
+    if gpus is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests of CPU ranks are that on any machine
+    elif 0 < gpus < world_size:
+        os.environ.update(ODC_SHARE_GPUS="1", LOCAL_RANK=str(rank % gpus))  # DeepSpeed's device is LOCAL_RANK
     os.environ.update(env)
     with open(Path(folder) / f"stack{rank}", "w") as stack:
+        faulthandler.enable(stack)
         faulthandler.dump_traceback_later(max(timeout_s - 2.0, 0.5), file=stack)
         result: dict[str, Any] = {}
         try:
@@ -118,6 +121,25 @@ def _warm_up() -> None:
     process.join(200)
 
 
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def init_process_group() -> None:
+    """As a script of the user does it that brings its own process group, for GPUs that may be shared."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    shared = os.environ.get("ODC_SHARE_GPUS") == "1"
+    dist.init_process_group("cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl")
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
@@ -130,19 +152,20 @@ def run_ranks(
 ) -> list[RankResult]:
     """Run ``function(rank, world_size, *args)`` on ``world_size`` processes and wait for all of them.
 
-    Ranks see no GPU unless ``gpus``. ``env`` is for all, ``env_of_ranks`` for each.
-    ``during`` is called once with the process ids while they run (to kill
-    or stop one). Ranks that have not ended at the deadline are killed and reported with their Python stacks.
+    Ranks see no GPU unless ``gpus``, and share them where there are fewer than ranks. ``env`` is for all,
+    ``env_of_ranks`` for each. ``during`` is called once with the process ids while they run (to kill or stop
+    one). Ranks that have not ended at the deadline are killed and reported with their Python stacks.
     Never raises for a rank's failure.
     """
     _warm_up()
     port, start = free_port(), time.monotonic()
     task = pickle.dumps((function, args))
+    num_gpus = _num_gpus() if gpus else None
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             _CONTEXT.Process(
                 target=_child,
-                args=(task, rank, world_size, port, folder, timeout_s, settings, gpus),
+                args=(task, rank, world_size, port, folder, timeout_s, settings, num_gpus),
             )
             for rank, settings in enumerate(env_of_ranks or [env or {}] * world_size)
         ]

@@ -115,6 +115,8 @@ def plan_affinity(
         same = f"bound to {len(cores.allowed)} of {cores.online} cores already, by whoever started this task"
         return tuple(Affinity(reason=same) for _ in local_ranks)
     visible, unknown = visible_gpus(gpus, environ)
+    if environ.get("ODC_SHARE_GPUS") == "1":
+        return tuple(Affinity(reason="ranks share GPUs") for _ in local_ranks)
     if not visible:
         reason = unknown or "no GPU"
         return tuple(Affinity(reason=reason) for _ in local_ranks)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from odcengine._collectives import exchange_texts
+from odcengine.device import SHARE_VARIABLE, shares_gpus
 from odcengine.errors import ConfigError, OdcError
 from odcengine.transport._nvshmem_vmm import choose_vmm
 from odcengine.transport.heap import SIZE_VARIABLE, plan_heap
@@ -65,6 +66,11 @@ def start_nvshmem(
         ConfigError: nvshmem4py is missing, versions or sizes do not fit, or NVSHMEM runs with other ranks.
         OdcError: the library does not start.
     """
+    if shares_gpus():
+        raise ConfigError(
+            f"odc.transport: nvshmem needs a GPU for each rank, but {SHARE_VARIABLE}=1 lets ranks share "
+            "them; unset it, or take odc.transport: cuda_p2p"
+        )
     try:
         from nvshmem import bindings, core
     except ImportError as error:

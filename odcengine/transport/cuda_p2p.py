@@ -15,6 +15,7 @@ clock, and gives up with a status that the next call raises.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from odcengine.control import ControlBlock, Meeting
-from odcengine.device import unmapped_pair
+from odcengine.device import shares_gpus, unmapped_pair
 from odcengine.errors import ConfigError, DeadlineError, OdcError, PeerError
 from odcengine.transport._sources import PushSources
 from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec
@@ -198,6 +199,8 @@ class CudaP2PTransport(Transport):
         """This rank's arena, and those of all peers in ``_memory``, by local index."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
+        if shares_gpus():
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         own = symmetric_memory.empty(total, dtype=torch.uint8, device=self._device)
         try:
             self._handle = symmetric_memory.rendezvous(own, self._group.group_name)

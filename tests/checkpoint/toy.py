@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -122,8 +123,12 @@ def whole(engine: odcengine.OdcEngine) -> dict[str, torch.Tensor]:
     """Weights and optimizer state, put together from all ranks."""
 
     def full(tensor: Any) -> torch.Tensor:
-        together = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return together.detach().cpu().clone()
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().cpu().clone()
+        # Through the host: torch's functional collectives crash with gloo on GPUs (ranks that share one).
+        shards: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shards, tensor.detach().to_local().cpu())
+        return torch.cat(shards)
 
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     found = {name: full(parameter) for name, parameter in engine.module.named_parameters()}

@@ -282,7 +282,6 @@ def test_other_samples_with_inductor(kernels: Kernels, checkpointing: bool) -> N
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_other_samples_on_gpus(checkpointing: bool) -> None:
     _check_packed("real", checkpointing, "inductor", world_size=2)

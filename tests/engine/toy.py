@@ -219,10 +219,12 @@ def evaluate(engine: OdcEngine, step: int) -> tuple[int, torch.Tensor]:
     return step, logits.clone().cpu()
 
 
-def reference(case: Case, world_size: int, *, equal: bool = False, steps: int = STEPS) -> dict[str, Any]:
-    """The same minibatches on one process with plain torch."""
+def reference(
+    case: Case, world_size: int, *, equal: bool = False, steps: int = STEPS, device: str = "cpu"
+) -> dict[str, Any]:
+    """The same minibatches on one process with plain torch; its tensors come back to the CPU."""
     torch.set_num_threads(1)  # as the ranks: with more, bf16 kernels round their partial sums elsewhere
-    master = make_model(case)
+    master = make_model(case).to(device)
     low = case.config.get("bf16", {}).get("enabled", False)
     trained = [p for p in master.parameters() if p.requires_grad]
     kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
@@ -233,7 +235,7 @@ def reference(case: Case, world_size: int, *, equal: bool = False, steps: int = 
         total, count = 0.0, 0
         for share in micro_batches(case.name, step, world_size, equal):
             for micro_batch in share:
-                model = make_model(case).bfloat16() if low else master
+                model = make_model(case).to(device, torch.bfloat16) if low else master
                 if low:
                     model.load_state_dict(master.state_dict())  # casts
                 loss, targets = loss_of(model, micro_batch)
@@ -249,12 +251,13 @@ def reference(case: Case, world_size: int, *, equal: bool = False, steps: int = 
             norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
             norms.append(float(norm))
             torch.nn.utils.clip_grad_norm_(trained, 0.5)
-            gradients.append({n: p.grad.clone() for n, p in master.named_parameters() if p.grad is not None})
+            named = [(n, p.grad) for n, p in master.named_parameters() if p.grad is not None]
+            gradients.append({name: grad.clone().cpu() for name, grad in named})
             optimizer.step()
         if case.evaluate:
             with torch.no_grad():
-                evaluations.append(master(torch.arange(VOCAB)[None], 0))
-    weights = {name: p.detach() for name, p in master.named_parameters()}
+                evaluations.append(master(torch.arange(VOCAB, device=device)[None], 0).cpu())
+    weights = {name: p.detach().cpu() for name, p in master.named_parameters()}
     return {
         "gradients": gradients,
         "weights": weights,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed import init_process_group
 from engine.toy import Case, TinyLM, assemble, loss_of, make_model, micro_batches, shard
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,12 +23,8 @@ def device_type() -> str:
 
 def meet(rank: int, world_size: int) -> None:
     """The process group, which a trainer makes itself."""
-    on_gpu = device_type() == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=world_size)
+        init_process_group()
 
 
 def sharded(case: Case, mesh: DeviceMesh | None = None, **options: Any) -> TinyLM:

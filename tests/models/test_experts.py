@@ -200,7 +200,6 @@ def test_compiled_blocks() -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus() -> None:
     """float64 through transformers' loop, and float32 through grouped products."""
     cases = {

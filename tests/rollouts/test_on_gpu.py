@@ -65,7 +65,6 @@ def _all(rank: int, world_size: int) -> dict[str, Any]:
     return {method: _learn(rank, world_size, method) for method in METHODS}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_methods_agree_on_gpus() -> None:
     found = values(run_ranks(_all, 2, timeout_s=200, gpus=True))
     right = found[0]["collective"][0]

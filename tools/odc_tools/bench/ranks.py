@@ -67,7 +67,7 @@ class Ranks:
         dist.init_process_group(
             chosen.backend,
             timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=self.device if self.on_gpu else None,
+            device_id=self.device if "nccl" in chosen.backend else None,
         )
 
     @property
