@@ -7,15 +7,16 @@ neighbours one read an owner gets all. See ``docs/protocol.md`` for the two fenc
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from odcengine._collectives import all_gather
 from odcengine.control import ControlBlock, Meeting
 from odcengine.deepspeed.layout import Slot, ZeroLayout, fetch_runs
+from odcengine.sharding.between_nodes import NodeExchange
 from odcengine.transport.base import Transport, Window
 
 _LOOK_S = 1e-3
@@ -53,9 +54,6 @@ class ZeroWindows:
         self._transport = transport
         self._between_nodes = between_nodes
         self._world_size = control.topology.world_size
-        column = transport.grid.column
-        # The group between nodes may order its ranks otherwise than the grid orders the nodes.
-        self._node_order = [column.index(rank) for rank in sorted(column)]
         self._params, *self._accumulators = transport.allocate(layout.plan(transport.grid.num_nodes))
         self._on_gpu = self._params.local.is_cuda
         self._pending: list[tuple[Slot, torch.Tensor, torch.cuda.Stream | None]] = []
@@ -224,20 +222,10 @@ class ZeroWindows:
 
     def collect(self) -> list[torch.Tensor]:
         """After barrier A: this rank's row of each accumulator, summed. Collective between nodes."""
-        if self._between_nodes is None:
-            return [window.local[0] for window in self._accumulators]
-        works = []
-        for window in self._accumulators:
-            rows = window.local[self._node_order].contiguous()
-            received = torch.empty_like(rows)
-            work = dist.all_to_all_single(received, rows, group=self._between_nodes, async_op=True)
-            self._count(rows[0])
-            works.append((work, rows, received))
-        sums = []
-        for work, _, received in works:
-            self.control.wait_work(work, "the sum of gradients between nodes")
-            sums.append(received.sum(dim=0))
-        return sums
+        with self._exchange("the sum of gradients between nodes") as exchange:
+            for window in self._accumulators:
+                exchange.add_up(window.local)
+        return [window.local[0] for window in self._accumulators]
 
     def part_of(self, sums: Sequence[torch.Tensor], slot: Slot) -> torch.Tensor:
         """A parameter's part of what :meth:`collect` returned."""
@@ -254,8 +242,10 @@ class ZeroWindows:
         Args:
             start, end: bytes of a row that may have changed; by default all.
         """
-        if self._between_nodes is not None:
-            self._exchange(start, self._layout.row_nbytes if end is None else end)
+        end = self._layout.row_nbytes if end is None else end
+        with self._exchange("the exchange of parameters between nodes") as exchange:
+            if start < end:
+                exchange.share(self._params.local, self._transport.grid.node, [slice(start, end)])
         self.epoch += 1
         self._transport.signal_published(self.epoch)
 
@@ -263,18 +253,13 @@ class ZeroWindows:
         """:meth:`publish` after an optimizer's step."""
         self.publish(0, self._layout.trained_nbytes)
 
-    def _exchange(self, start: int, end: int) -> None:
-        """Every node gets the rows of the others."""
-        row = self._row[start:end].clone()
-        rows = row.new_empty(self._transport.grid.num_nodes * row.numel())
-        if row.numel():
-            work = all_gather(rows, row, group=self._between_nodes, async_op=True)
-            self._count(row)
-            self.control.wait_work(work, "the exchange of parameters between nodes")
-            self._params.local[self._node_order, start:end] = rows.view(len(self._node_order), -1)
-
-    def _count(self, row: torch.Tensor) -> None:
-        self.exchanged_bytes += row.numel() * row.element_size() * (self._transport.grid.num_nodes - 1)
+    @contextlib.contextmanager
+    def _exchange(self, what: str) -> Iterator[NodeExchange]:
+        """What is begun inside the block has come at its end, and is counted."""
+        column = self._transport.grid.column
+        with NodeExchange(self._between_nodes, column, self.control, what) as exchange:
+            yield exchange
+        self.exchanged_bytes += exchange.sent_nbytes
 
     def close(self, meeting: Meeting | None) -> None:
         """Let go of the windows; None after a failure, without meeting the others."""

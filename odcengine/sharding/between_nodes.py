@@ -15,23 +15,23 @@ from odcengine.control import ControlBlock
 
 
 class NodeExchange:
-    """Exchanges of rows of windows among the ranks of a column, one on each node; over with :meth:`land`.
+    """Exchanges of rows of windows among the ranks of a column, one on each node: a context manager.
 
-    Every rank of the column makes the same calls in the same order.
+    Every rank of the column makes the same calls in the same order; all has come at the end of the block.
 
     Attributes:
         count: exchanges that have begun.
         sent_nbytes: this rank sends to all other nodes in them together, and gets from them.
 
     Args:
-        group: of the column's ranks.
+        group: of the column's ranks; None on one node, where nothing is exchanged.
         column: global ranks of the column, in the order of nodes.
         control: watches the waits.
         what: what is exchanged, for messages.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, column: Sequence[int], control: ControlBlock, what: str
+        self, group: dist.ProcessGroup | None, column: Sequence[int], control: ControlBlock, what: str
     ) -> None:
         self.count = 0
         self.sent_nbytes = 0
@@ -52,7 +52,7 @@ class NodeExchange:
                 place of the first row: what the rows held is on its way to the others, or was this rank's
                 own and is in the sum.
         """
-        if not rows.numel():
+        if self._group is None or not rows.numel():
             return
         self._make_room(rows.nbytes)
         sent = (rows if self._in_order else rows[self._order]).contiguous()
@@ -68,6 +68,8 @@ class NodeExchange:
             node: this rank's.
             spans: the parts, one at least; equal on all ranks of the column.
         """
+        if self._group is None:
+            return
         own = rows[node]
         sent = torch.cat([own[span] for span in spans])
         nbytes = len(rows) * sent.numel()
@@ -87,13 +89,11 @@ class NodeExchange:
 
         self._add(work, sent, put_in_place)
 
-    def land(self) -> None:
-        """Wait for all.
+    def __enter__(self) -> NodeExchange:
+        return self
 
-        Raises:
-            PeerError: a rank failed, or gave no sign of life.
-        """
-        while self._flying:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        while self._flying and kind is None:
             self._land_first()
 
     def _make_room(self, nbytes: int) -> None:

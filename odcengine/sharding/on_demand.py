@@ -1,4 +1,4 @@
-"""FSDP2 on demand: its public hooks pull parameters and push gradients with one-sided operations.
+"""FSDP2 on demand: what its public hooks (``hooks.py``) pull and push, with one-sided operations.
 
 Within a minibatch no rank waits for another: a group's parameters are read from their owners' windows when
 this rank needs them, and its gradients are added into the owners' accumulators when this rank has them. See
@@ -6,39 +6,29 @@ this rank needs them, and its gradients are added into the owners' accumulators 
 
 With several nodes (two-level windows) the window on local rank l holds the shards of all ranks with local
 index l, one of each node, so that nothing crosses a node boundary inside a minibatch; ``publish`` and
-``collect`` exchange them between nodes once a minibatch.
+``collect`` exchange them between nodes once a minibatch (``between_nodes.py``).
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
-from odcengine._collectives import all_gather
-from odcengine._in_flight import has_room
 from odcengine.control import ControlBlock, Meeting
 from odcengine.device import Mark
-from odcengine.errors import OdcError, UsageError
+from odcengine.errors import UsageError
 from odcengine.sharding.base import Changed, Sharding, scale_all, squared_norm
+from odcengine.sharding.between_nodes import NodeExchange
 from odcengine.sharding.experts import ChosenExperts
-from odcengine.sharding.layout import (
-    AllGather,
-    ParamEntry,
-    ParamGroup,
-    PlainMemory,
-    ReduceScatter,
-    prove_layout,
-    write_shard,
-)
+from odcengine.sharding.hooks import set_hooks
+from odcengine.sharding.layout import ParamEntry, ParamGroup, prove_layout, write_shard
 from odcengine.sharding.padding import Padding
 from odcengine.transport.base import Grid, Transport, Window, WindowPlan, WindowSpec
 
@@ -135,9 +125,6 @@ class OnDemandSharding(Sharding):
             window.local.view(grid.num_nodes, num_slots, group.grad_numel)
             for group, window in zip(self.groups, self._accumulators, strict=True)
         ]
-        # FSDP2 may order the ranks between nodes otherwise than the grid orders the nodes.
-        column = transport.grid.column
-        self._node_order = [column.index(rank) for rank in sorted(column)]
         self._versions: dict[int, int] = {}
         self._compared: set[int] = set()  # groups whose own shard was compared in this minibatch
         # On a GPU the outcome of the comparison stays there until the boundary: one flag a group.
@@ -146,22 +133,12 @@ class OnDemandSharding(Sharding):
         self._exposed: dict[int, DTensor] = {}  # gradients that are views of an accumulator, by parameter
         self._sums: list[torch.Tensor] = []
         self._used = torch.zeros(len(self.trainable), dtype=torch.float64)
-        self._parameter_hooks: list[RemovableHandle] = []
         world_size = control.topology.world_size
         self._experts = [  # by group
             ChosenExperts.of(group, world_size) if chosen_experts else None for group in self.groups
         ]
         self._padding = [Padding.of(group, world_size) for group in self.groups]  # by group
-        first = 0
-        for group in self.groups:
-            group.module.set_custom_all_gather(_PullHook(self, group))
-            push = _PushHook(self, group, self._used[first : first + len(group.trainable)])
-            group.module.set_custom_reduce_scatter(push)
-            for position, entry in enumerate(group.trainable):
-                hook = _AccumulateHook(push, position)
-                handle = entry.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._parameter_hooks.append(handle)
-            first += len(group.trainable)
+        self._parameter_hooks = set_hooks(self, self.groups, world_size, self._used)
 
     # -- inside a minibatch ----------------------------------------------------------------------------
 
@@ -308,40 +285,20 @@ class OnDemandSharding(Sharding):
         for slots in self._slots:
             for slot in range(1, slots.shape[1]):  # in the order of ranks
                 slots[:, 0] += slots[:, slot]
-        self._sums = self._between_nodes_sums() if self._between_nodes else self._own_rows()
+        with self._exchange("the sum of gradients between nodes") as exchange:
+            for slots in self._slots:
+                exchange.add_up(slots[:, 0])
+        self._sums = [slots[0, 0] for slots in self._slots]
 
-    def _own_rows(self) -> list[torch.Tensor]:
-        return [slots[0, 0] for slots in self._slots]
-
-    def _between_nodes_sums(self) -> list[torch.Tensor]:
-        """Each rank of the column gets the others' sums of its shard and adds them in the order of nodes.
-
-        The sum takes the place of the first row: what the rows held is on its way to the others, or was this
-        rank's own and is in the sum.
-        """
+    @contextlib.contextmanager
+    def _exchange(self, what: str) -> Iterator[NodeExchange]:
+        """What is begun inside the block has come at its end, and is counted and timed."""
         start = self._mark()
-        flight = _Flight(self.control, "the sum of gradients between nodes")
-        for slots in self._slots:
-            local = slots[:, 0]
-            if local.numel():
-                flight.make_room(local.nbytes)
-                rows = (local if self._in_order() else local[self._node_order]).contiguous()
-                received = torch.empty_like(rows)
-                work = dist.all_to_all_single(received, rows, group=self._between_nodes, async_op=True)
-                add_up = functools.partial(torch.sum, received, dim=0, out=local[0])
-                flight.add(work, rows.nbytes, add_up)
-                self._count_exchange(rows[0])
-        flight.land()
-        self.blocked.exchanges.append((start, self._mark()))
-        return self._own_rows()
-
-    def _count_exchange(self, row: torch.Tensor) -> None:
-        """This rank sends a row like this one to each other node, and gets one from it."""
-        nbytes = row.numel() * row.element_size()
-        self.blocked.exchanged_bytes += nbytes * (self.transport.grid.num_nodes - 1)
-
-    def _in_order(self) -> bool:
-        return self._node_order == sorted(self._node_order)
+        with NodeExchange(self._between_nodes, self.transport.grid.column, self.control, what) as exchange:
+            yield exchange
+        if exchange.count:
+            self.blocked.exchanges.append((start, self._mark()))
+            self.blocked.exchanged_bytes += exchange.sent_nbytes
 
     def used(self) -> torch.Tensor:
         return self._used
@@ -388,44 +345,20 @@ class OnDemandSharding(Sharding):
     @torch.no_grad()
     def publish(self, which: Changed) -> None:
         self.reshard()
-        start = self._mark()
-        flight = _Flight(self.control, "the exchange of parameters between nodes")
-        for group, window in zip(self.groups, self._param_windows, strict=True):
-            entries = which.of(group)
-            if not entries:
-                continue
-            row = window.local[self.transport.grid.node]
-            write_shard(group, row, entries)
-            self._versions.update((id(entry.param), entry.param._version) for entry in entries)
-            if self._between_nodes is not None:
-                self._share(window, row, _spans(group, entries), flight)
-        if flight.land():
-            self.blocked.exchanges.append((start, self._mark()))
+        node = self.transport.grid.node
+        with self._exchange("the exchange of parameters between nodes") as exchange:
+            for group, window in zip(self.groups, self._param_windows, strict=True):
+                entries = which.of(group)
+                if not entries:
+                    continue
+                write_shard(group, window.local[node], entries)
+                self._versions.update((id(entry.param), entry.param._version) for entry in entries)
+                if self._between_nodes is not None:
+                    exchange.share(window.local, node, _spans(group, entries))
         self._compared.clear()
         self._differs.zero_()
         self.epoch += 1
         self.transport.signal_published(self.epoch)
-
-    def _share(self, window: Window, row: torch.Tensor, spans: list[slice], flight: _Flight) -> None:
-        """Give parts of this rank's row of a window to the other nodes, and get theirs."""
-        sent = torch.cat([row[span] for span in spans])
-        nbytes = window.local.shape[0] * sent.numel()
-        flight.make_room(nbytes)
-        whole = sent.numel() == row.numel() and self._in_order()
-        rows = window.local.reshape(-1) if whole else sent.new_empty(nbytes)
-        work = all_gather(rows, sent, group=self._between_nodes, async_op=True)
-        self._count_exchange(sent)
-
-        def put_in_place() -> None:
-            if whole:
-                return
-            received, start = rows.view(-1, sent.numel()), 0
-            for span in spans:
-                width = span.stop - span.start
-                window.local[self._node_order, span] = received[:, start : start + width]
-                start += width
-
-        flight.add(work, nbytes, put_in_place)
 
     def close(self) -> None:
         self.reshard()
@@ -449,145 +382,3 @@ def _spans(group: ParamGroup, entries: Sequence[ParamEntry]) -> list[slice]:
         else:
             spans.append(slice(entry.byte_offset, end))
     return spans
-
-
-class _Flight:
-    """Exchanges between nodes of which only so much is on its way at once.
-
-    Args:
-        control: watches the waits.
-        what: what is exchanged, for messages.
-    """
-
-    def __init__(self, control: ControlBlock, what: str) -> None:
-        self._control = control
-        self._what = what
-        self._flying: deque[tuple[dist.Work, int, Callable[[], object]]] = deque()
-        self._nbytes = 0
-        self._count = 0
-
-    def make_room(self, nbytes: int) -> None:
-        """Before an exchange that receives so many bytes."""
-        while not has_room(len(self._flying), self._nbytes, nbytes):
-            self._land_first()
-
-    def add(self, work: dist.Work, nbytes: int, then: Callable[[], object]) -> None:
-        """An exchange has begun; ``then`` is called when it is done."""
-        self._flying.append((work, nbytes, then))
-        self._nbytes += nbytes
-        self._count += 1
-
-    def _land_first(self) -> None:
-        work, nbytes, then = self._flying.popleft()
-        self._control.wait_work(work, self._what)
-        then()
-        self._nbytes -= nbytes
-
-    def land(self) -> int:
-        """Wait for all; returns how many there were."""
-        while self._flying:
-            self._land_first()
-        return self._count
-
-
-class _PullHook(PlainMemory, AllGather):
-    """Replaces the all-gather of one group."""
-
-    def __init__(self, sharding: OnDemandSharding, group: ParamGroup) -> None:
-        self._sharding = sharding
-        self._group = group
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        world_size = self._sharding.control.topology.world_size
-        out = output_tensor.view(torch.uint8)
-        if group.size() != world_size or out.numel() != world_size * self._group.nbytes:
-            raise OdcError(
-                f"FSDP2 gathers {out.numel()} bytes of {self._group.label} over {group.size()} ranks; "
-                f"expected {world_size * self._group.nbytes} over {world_size}. An integer "
-                "reshard_after_forward or a second mesh axis does this; neither works on demand"
-            )
-        self._sharding.pull(self._group, out.view(world_size, self._group.nbytes))
-        return None
-
-
-class _PushHook(PlainMemory, ReduceScatter):
-    """Replaces the reduce-scatter of one group.
-
-    FSDP2 concatenates the gradients of only those parameters that have one. If all have, the whole buffer is
-    pushed at once. Else its order tells nothing, so each parameter's post-accumulate hook, which FSDP2 runs
-    in the buffer's order right after this one, pushes its own segment.
-    """
-
-    def __init__(self, sharding: OnDemandSharding, group: ParamGroup, used: torch.Tensor) -> None:
-        self._sharding = sharding
-        self._group = group
-        self._used = used
-        self._takes_rows = True  # FSDP2 asks for the memory of gradients first, then for that of their sum
-        self._pending: torch.Tensor | None = None  # [W, k], what is not pushed yet
-        self._chosen: frozenset[int] | None = None  # experts that it is for
-        self._done = 0  # elements of each row seen by the post-accumulate hooks
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        if not self._takes_rows:
-            return super().allocate(size, dtype=dtype, device=device)
-        rows = self._sharding.transport.lend_source(size, dtype, device)
-        self._takes_rows = False  # not where there was no memory
-        return rows
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        if op != dist.ReduceOp.SUM:
-            raise OdcError(f"FSDP2 reduces {self._group.label} with {op}; on-demand gradients are sums")
-        if self._pending is not None:
-            raise OdcError(f"FSDP2 reduces {self._group.label} before its last gradients were taken")
-        self._takes_rows = True
-        rows = input_tensor.view(group.size(), output_tensor.numel())
-        self._chosen = self._sharding.enter_push(self._group)
-        self._done = 0
-        if rows.shape[1] == self._group.grad_numel:
-            self._sharding.push(self._group, rows, self._group.trainable, self._chosen)
-            self._used.fill_(1)
-        else:
-            self._pending = rows
-
-    def take(self, position: int) -> None:
-        """Push the segment of one parameter, and check that FSDP2 visits parameters in the layout's order."""
-        entry = self._group.trainable[position]
-        assert entry.grad_offset is not None  # it is trainable
-        if self._pending is None:
-            if self._done != entry.grad_offset:
-                raise OdcError(f"FSDP2 laid out the gradients of {self._group.label} in an unknown order")
-            self._done += entry.numel
-            return
-        segment = self._pending[:, self._done : self._done + entry.numel]
-        self._sharding.push(self._group, segment, [entry], self._chosen)
-        self._used[position] = 1
-        self._done += entry.numel
-        if self._done == self._pending.shape[1]:
-            self._pending = None
-
-
-class _AccumulateHook:
-    """Called when FSDP2 has set a parameter's ``.grad``, which is dropped: the accumulator has the sum."""
-
-    def __init__(self, push: _PushHook, position: int) -> None:
-        self._push = push
-        self._position = position
-
-    def __call__(self, param: torch.Tensor) -> None:
-        param.grad = None
-        self._push.take(self._position)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odcengine.sharding.on_demand import _PushHook
+from odcengine.sharding.hooks import PushHook
 from odcengine.transport._sources import PushSources
 
 SHAPE = (2, 12)
@@ -186,7 +186,7 @@ def test_the_fakes_notice_memory_that_is_given_back_too_early(monkeypatch: pytes
         reduce_again()
 
 
-class _Sharding:
+class _Mover:
     """Notes what is lent and pushed."""
 
     def __init__(self) -> None:
@@ -209,9 +209,9 @@ class _Sharding:
 
 def test_only_gradients_are_lent_also_after_a_failure() -> None:
     """FSDP2 asks one hook for two kinds of memory, and an exception may come between them."""
-    sharding, ranks = _Sharding(), SimpleNamespace(size=lambda: 2)
+    mover, ranks = _Mover(), SimpleNamespace(size=lambda: 2)
     group = SimpleNamespace(grad_numel=6, trainable=[], label="a group")
-    hook = _PushHook(sharding, group, torch.zeros(1))  # type: ignore[arg-type]
+    hook = PushHook(mover, group, torch.zeros(1))  # type: ignore[arg-type]
 
     def allocate(numel: int) -> torch.Tensor:
         return hook.allocate((numel,), dtype=torch.float32, device=torch.device("cpu"))
@@ -224,9 +224,9 @@ def test_only_gradients_are_lent_also_after_a_failure() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         allocate(2000)
     reduce()
-    assert sharding.lent == [12, 12]
+    assert mover.lent == [12, 12]
     allocate(12)  # and what follows fails
     reduce()  # from memory of its own, which is as right
     reduce()
-    assert sharding.lent == [12, 12, 12, 12]
-    assert sharding.pushed == [12] * 4
+    assert mover.lent == [12, 12, 12, 12]
+    assert mover.pushed == [12] * 4
