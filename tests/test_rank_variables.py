@@ -10,7 +10,9 @@ import pytest
 
 from odcengine.config import Config
 from odcengine.errors import ConfigError
-from odcengine.topology import PORTS, RankInfo, Topology, job_port, read_rank_info, step_hosts
+from odcengine.ranks import PORTS, RankInfo, job_port, read_rank_info
+from odcengine.slurm_step import step_hosts
+from odcengine.topology import Topology
 
 Env = dict[str, str]
 

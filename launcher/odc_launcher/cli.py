@@ -249,7 +249,7 @@ def _start_elsewhere(
 ) -> int:
     """Has srun, mpirun or sbatch start the ranks."""
     from odc_launcher import job, memory, mpi, printing, restart, step
-    from odcengine.topology import job_port
+    from odcengine.ranks import job_port
 
     machine = _machine(os.environ, 0, has_rank0=False)
     seed = f"{os.environ.get('SLURM_JOB_ID')} {machine.run_name} {machine.host}"

@@ -23,7 +23,8 @@ from odc_launcher.plan import (
 from odcengine.errors import ConfigError
 from odcengine.host.nvshmem_env import value_problems
 from odcengine.hostlist import read_hostfile
-from odcengine.topology import RankInfo, job_name, job_port, read_rank_info, slurm_in_step, step_hosts
+from odcengine.ranks import RankInfo, job_name, job_port, read_rank_info
+from odcengine.slurm_step import slurm_in_step, step_hosts
 
 _JOIN_HOSTS = ("nvshmem", "mpi", "collective")
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

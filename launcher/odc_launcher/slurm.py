@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from odcengine.errors import ConfigError
 from odcengine.hostlist import expand_counts, read_hostfile
 from odcengine.preemption import REQUEUE_EXIT_CODE
-from odcengine.topology import step_hosts
+from odcengine.slurm_step import step_hosts
 
 # What odc-launch derives itself: a second value beside its own would contradict it.
 _OWN_OPTIONS = {

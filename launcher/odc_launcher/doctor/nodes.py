@@ -24,7 +24,7 @@ from odc_launcher.job import Wish, outer_rank
 from odc_launcher.plan import SHOWN_PREFIXES
 from odcengine.errors import ConfigError
 from odcengine.host.nvshmem_env import Job
-from odcengine.topology import job_port
+from odcengine.ranks import job_port
 
 if TYPE_CHECKING:
     from odcengine.config import Config

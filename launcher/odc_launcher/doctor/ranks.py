@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import odcengine
-from odcengine.topology import read_rank_info
+from odcengine.ranks import read_rank_info
 
 MARK = "@odc-ranks "
 _SIZE = 64  # elements of a row; small integers stay exact in every dtype that is used
