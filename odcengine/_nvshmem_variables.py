@@ -14,7 +14,8 @@ from odcengine.errors import ConfigError
 from odcengine.host.host import read_host
 from odcengine.host.network import NVSHMEM
 from odcengine.host.nvshmem_env import Job, Setting, node_settings
-from odcengine.topology import Topology, read_rank_info
+from odcengine.ranks import read_rank_info
+from odcengine.topology import Topology
 
 
 def set_variables(

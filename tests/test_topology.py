@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from odcengine.errors import ConfigError
-from odcengine.topology import RankInfo, Topology, build_topology, machine_id, read_rank_info
+from odcengine.ranks import RankInfo, read_rank_info
+from odcengine.topology import Topology, build_topology, machine_id
 
 FULL = {
     "RANK": "3",

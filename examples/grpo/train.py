@@ -32,7 +32,7 @@ from odcengine.config import load_config
 from odcengine.data import MicroBatch
 from odcengine.errors import ConfigError
 from odcengine.losses import GrpoLoss, group_advantages
-from odcengine.topology import read_rank_info
+from odcengine.ranks import read_rank_info
 
 logger = logging.getLogger("grpo")
 

@@ -19,8 +19,8 @@ from odcengine.deepspeed.guard import check_engine, check_version
 from odcengine.deepspeed.stage3 import OnDemand, layout_of, move_into_windows, move_out_of_windows
 from odcengine.deepspeed.windows import ZeroWindows
 from odcengine.errors import ConfigError, OdcError, UsageError
+from odcengine.ranks import read_rank_info
 from odcengine.start import Job, join, make_transport
-from odcengine.topology import read_rank_info
 from odcengine.transport.base import Grid, Transport
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from odcengine.deepspeed.engine import NoGroups, ZeroEngine
 from odcengine.errors import ConfigError
 from odcengine.monitor import Monitor
 from odcengine.optim import build_scheduler
+from odcengine.ranks import read_rank_info
 from odcengine.start import Job, join
-from odcengine.topology import read_rank_info
 
 logger = logging.getLogger(__name__)
 

@@ -32,11 +32,11 @@ from odcengine.errors import ConfigError, OdcError, UsageError
 from odcengine.fsdp2.guard import Before, check, has_unsynced, param_dtype_of, roots
 from odcengine.fsdp2.sharding import AttachedSharding
 from odcengine.fsdp2.steps import NONE_YET, check_alike, way_of
+from odcengine.ranks import read_rank_info
 from odcengine.sharding.base import Changed
 from odcengine.sharding.layout import find_groups
 from odcengine.sharding.on_demand import plan_windows, slots_of
 from odcengine.start import Job, join, make_transport
-from odcengine.topology import read_rank_info
 from odcengine.transport.base import Grid, Transport
 
 logger = logging.getLogger(__name__)

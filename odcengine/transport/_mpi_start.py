@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from odcengine.control import ControlBlock
 from odcengine.errors import ConfigError, OdcError
-from odcengine.topology import RankInfo
+from odcengine.ranks import RankInfo
 
 logger = logging.getLogger(__name__)
 

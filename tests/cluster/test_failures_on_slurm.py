@@ -12,7 +12,7 @@ import os, sys, time
 from pathlib import Path
 import torch
 import odcengine
-from odcengine.topology import read_rank_info
+from odcengine.ranks import read_rank_info
 
 info = read_rank_info()
 torch.manual_seed(0)

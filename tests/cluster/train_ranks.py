@@ -11,7 +11,7 @@ import sys
 import torch
 from engine.toy import Case, train
 
-from odcengine.topology import read_rank_info
+from odcengine.ranks import read_rank_info
 
 CASE = Case("cluster", {"tied": True, "unused": True})
 STEPS = 6

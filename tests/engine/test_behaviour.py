@@ -479,7 +479,7 @@ def _alone(rank: int, world_size: int) -> tuple[str, int]:
     _minibatch(engine, 0, 1, 0)
     assert engine.step().applied
     engine.close()
-    from odcengine.topology import read_rank_info
+    from odcengine.ranks import read_rank_info
 
     return read_rank_info().source, engine.topology.world_size
 

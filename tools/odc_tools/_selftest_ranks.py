@@ -24,7 +24,8 @@ from torch import nn
 import odcengine
 from odc_tools._stress import Stress, count_lost_updates, run_stress
 from odcengine.control import ControlBlock
-from odcengine.topology import Topology, read_rank_info
+from odcengine.ranks import read_rank_info
+from odcengine.topology import Topology
 from odcengine.transport.base import Grid, WindowPlan, WindowSpec
 from odcengine.transport.shm import ShmTransport
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from odcengine.errors import ConfigError
-from odcengine.topology import read_rank_info
+from odcengine.ranks import read_rank_info
 
 TASKS = ("primitives", "training", "balance")
 _MODULE = "odc_tools.bench.ranks"

@@ -24,7 +24,8 @@ from odc_tools.bench.record import write as write_record
 from odcengine.control import ControlBlock, Phase
 from odcengine.device import choose_device
 from odcengine.errors import ConfigError
-from odcengine.topology import Topology, read_rank_info
+from odcengine.ranks import read_rank_info
+from odcengine.topology import Topology
 from odcengine.transport.base import Grid, Transport
 
 STARTED = time.perf_counter()
