@@ -19,7 +19,8 @@ from odcengine.errors import ConfigError
 if TYPE_CHECKING:
     from odc_launcher.early import EarlySignals
     from odc_launcher.failure import Outcome
-    from odc_launcher.job import JobPlan, Wish
+    from odc_launcher.job import JobPlan
+    from odc_launcher.placing import Wish
     from odc_launcher.plan import Machine, Request
     from odcengine.config import Config
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals) -> int:
     # Imported here, so that --help answers at once.
-    from odc_launcher import job, step
+    from odc_launcher import placing, step
     from odc_launcher import plan as planning
 
     try:
@@ -115,7 +116,7 @@ def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals)
     )
     starts = options.plan is None and not options.dry_run
     early.keep(request.preemption_signals if starts else ())
-    wish = job.Wish(
+    wish = placing.Wish(
         launcher=choose(options.launcher, "launcher", "auto"),
         adopt=options.adopt,
         nodes=choose(options.nodes, "nodes", None),
@@ -129,7 +130,7 @@ def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals)
         options=_repeated(options),
     )
     has_srun, has_sbatch = (step.find_program(name) is not None for name in ("srun", "sbatch"))
-    mode = job.choose_mode(wish, os.environ, has_srun=has_srun, has_sbatch=has_sbatch)
+    mode = placing.choose_mode(wish, os.environ, has_srun=has_srun, has_sbatch=has_sbatch)
     if config is not None and (mode == "submit" or options.plan is not None):
         _warn_of_paths(config, options.config)  # elsewhere the ranks say so within seconds
     if mode in ("local", "adopt"):
@@ -156,20 +157,20 @@ def _start_here(
     adopt: bool,
 ) -> int:
     """Starts all ranks of the job, or those of this task of srun or mpirun."""
-    from odc_launcher import job, local, memory, printing, restart, step
+    from odc_launcher import local, memory, placing, printing, restart, step
     from odc_launcher import plan as planning
     from odcengine.host import host
 
     place = None
     with_gpus = request.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     if adopt:
-        info = job.outer_rank(os.environ)
-        place = job.adopted_place(request, info, os.environ, above=options.reported_above)
+        info = placing.outer_rank(os.environ)
+        place = placing.adopted_place(request, info, os.environ, above=options.reported_above)
         place = dataclasses.replace(place, master_addr=address_of(place.master_addr))
         machine = _machine(os.environ, place.master_port, has_rank0=0 in place.ranks)
         machine = dataclasses.replace(
             machine,
-            run_name=job.run_name(os.environ, machine.run_name),
+            run_name=placing.run_name(os.environ, machine.run_name),
             node=host.read_host(place.master_addr, with_gpus=with_gpus),
         )
         plan = planning.make_plan(request, os.environ, machine, place)
@@ -248,13 +249,13 @@ def _start_elsewhere(
     mode: str,
 ) -> int:
     """Has srun, mpirun or sbatch start the ranks."""
-    from odc_launcher import job, memory, mpi, printing, restart, step
+    from odc_launcher import job, memory, mpi, placing, printing, restart, step
     from odcengine.ranks import job_port
 
     machine = _machine(os.environ, 0, has_rank0=False)
     seed = f"{os.environ.get('SLURM_JOB_ID')} {machine.run_name} {machine.host}"
     port = job_port(seed) if "MASTER_PORT" not in os.environ else _port(os.environ["MASTER_PORT"])
-    name = job.run_name(os.environ, machine.run_name)
+    name = placing.run_name(os.environ, machine.run_name)
     machine = dataclasses.replace(machine, master_port=port, run_name=name)
 
     def make_plan(request: Request, wish: Wish, environ: Mapping[str, str], machine: Machine) -> JobPlan:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from fake_host import GPUS, make_host, make_sysfs
-from odc_launcher.job import Wish, plan_step, plan_submission
+from odc_launcher.job import plan_step, plan_submission
 from odc_launcher.local import ChildSetup
+from odc_launcher.placing import Wish
 from odc_launcher.plan import Machine, Place, Request, make_plan
 from odc_launcher.printing import render_plan
 

@@ -29,7 +29,8 @@ from odc_launcher.doctor.nodes import (
     job_of_config,
     run_command,
 )
-from odc_launcher.job import Wish, choose_mode, hosts_for_mpi
+from odc_launcher.job import hosts_for_mpi
+from odc_launcher.placing import Wish, choose_mode
 from odcengine.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from odc_launcher.doctor import facts as gathering
 from odc_launcher.doctor import probe
 from odc_launcher.doctor.facts import NodeFacts
 from odc_launcher.doctor.finding import ERROR, Finding
-from odc_launcher.job import Wish, outer_rank
+from odc_launcher.placing import Wish, outer_rank
 from odc_launcher.plan import SHOWN_PREFIXES
 from odcengine.errors import ConfigError
 from odcengine.host.nvshmem_env import Job
