@@ -19,6 +19,7 @@ def _backend_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], s
     odc = config.odc
     wrong = {
         "odc.transport": (odc.transport == "collective", "collective is stock DeepSpeed; expected auto"),
+        "data.eval_path": (config.data.eval_path is not None, "is for fsdp2; remove it"),
         "odc.lockstep": (odc.lockstep, "measures fsdp2 only; expected false"),
         "odc.deterministic": (odc.deterministic, "sums in rank order with fsdp2 only; expected false"),
         "odc.wrap": (odc.wrap != "auto", "DeepSpeed shards parameter by parameter; remove it"),

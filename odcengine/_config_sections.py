@@ -242,6 +242,18 @@ class Data(Section):
         description="Directory that odc prepare made, where the script gives no data set to "
         "odcengine.initialize. Relative to the working directory.",
     )
+    eval_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of held-out data that odc prepare made, where the script gives no eval_data "
+        "to odcengine.initialize; engine.step() evaluates it at the end of each epoch. Relative to the "
+        "working directory.",
+    )
+    eval_every_n_steps: Int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps between two further evaluations of the held-out data; 0: none.",
+    )
     shuffle: bool = Field(default=True, description="New order every epoch, from seed.")
     drop_last: bool = Field(default=False, description="Leave out a last minibatch that is not full.")
     num_epochs: Int = Field(

@@ -25,6 +25,7 @@ class Meeting(enum.IntEnum):
     BALANCE = 10
     SAMPLES = 11
     REFERENCE = 12
+    EVALUATE = 13
 
     def explain(self, number: int) -> str:
         """Words for messages: ``the end of step 3``.
@@ -49,6 +50,7 @@ _LABELS = {
     Meeting.BALANCE: "plan(), exchange(), balance() or annotate() in step {}",
     Meeting.SAMPLES: "the filling of the sample store, number {}",
     Meeting.REFERENCE: "update_reference() before step {}",
+    Meeting.EVALUATE: "the end of evaluate() before step {}",
     Meeting.LOCKSTEP_GATHER: "the lock-step gather of module group {}",
     Meeting.LOCKSTEP_PUSH: "the lock-step push of module group {}",
 }

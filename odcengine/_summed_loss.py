@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,11 +18,23 @@ from odcengine.losses import LossSum, causal_lm_loss_sum
 LossFn = Callable[[nn.Module, Any], Any]
 
 
+class Pending(NamedTuple):
+    """A forward that a backward may follow.
+
+    Attributes:
+        summed_over: the count of its loss; None where the engine does not know it.
+        training: whether the model was in training mode.
+    """
+
+    summed_over: float | None
+    training: bool
+
+
 class SummedLoss:
     """The loss of an engine's micro-batches, and what its forwards since the last backward count.
 
     Attributes:
-        pending: of each forward since the last backward its count; None where the engine does not know it.
+        pending: the forwards since the last backward.
 
     Args:
         loss_fn: returns the summed loss, as a scalar or a :class:`~odcengine.losses.LossSum`; None: the token
@@ -41,7 +53,7 @@ class SummedLoss:
         vocab_size: int | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        self.pending: list[float | None] = []
+        self.pending: list[Pending] = []
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._count_name = "num_targets" if normalize_by == "tokens" else "num_samples"
         self._device = device
@@ -83,11 +95,25 @@ class SummedLoss:
             moved = micro_batch.to(self._device)
         loss = (loss_fn or self._loss_fn)(model, moved)
         if trains:
-            value = getattr(micro_batch, self._count_name, None)
-            if isinstance(loss, LossSum):
-                value = loss.count
-            self.pending.append(None if value is None else float(value))
+            self.pending.append(Pending(self.count_of(loss, micro_batch), model.training))
         return loss
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is the engine's own, of tokens."""
+        return self._loss_fn is causal_lm_loss_sum
+
+    def count_of(self, loss: Any, micro_batch: Any) -> float | None:
+        """What the loss of a micro-batch is summed over; None where unknown."""
+        value = loss.count if isinstance(loss, LossSum) else getattr(micro_batch, self._count_name, None)
+        return None if value is None else float(value)
+
+    def evaluation_ended(self) -> None:
+        """Forwards in evaluation mode that no backward has followed count for nothing.
+
+        Without this, one whose script has forgotten ``torch.no_grad()`` would count in the next backward.
+        """
+        self.pending = [forward for forward in self.pending if forward.training]
 
     def of_backward(self, loss: torch.Tensor | LossSum, count: float | None) -> tuple[torch.Tensor, float]:
         """The scalar of a backward, and what it adds to the minibatch's count.
@@ -115,7 +141,7 @@ class SummedLoss:
 
     def _sum_pending(self) -> float:
         # Only the sum over the minibatch matters, so a backward may cover several forwards.
-        counts = [count for count in self.pending if count is not None]
+        counts = [forward.summed_over for forward in self.pending if forward.summed_over is not None]
         if not counts or len(counts) < len(self.pending):
             raise UsageError(
                 "backward: give count=..., the number of tokens (or sequences) that the summed loss is over; "

@@ -24,6 +24,7 @@ class Phase(enum.IntEnum):
     LOADING = 13
     BALANCING = 14
     GENERATING = 15
+    EVALUATING = 16
 
     @property
     def label(self) -> str:
@@ -48,6 +49,7 @@ _PHASE_LABELS = {
     Phase.LOADING: "loading a checkpoint",
     Phase.BALANCING: "planning and exchanging samples",
     Phase.GENERATING: "generating",
+    Phase.EVALUATING: "evaluating",
 }
 
 ACTIVE, LEFT = 1, 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ def initialize(
     model: nn.Module | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
     training_data: Any | None = None,
+    eval_data: Any | None = None,
     optimizer: OptimizerSource | None = None,
     lr_scheduler: SchedulerSource | None = None,
     loss_fn: LossFn | None = None,
@@ -87,6 +88,9 @@ def initialize(
         training_data: map-style data set for the loader (see :class:`~odcengine.data.MinibatchLoader`), or
             None for the one that the configuration's ``data.path`` names; where that is null too, the script
             brings its own batches.
+        eval_data: held-out data of the same kind, or None for what ``data.eval_path`` names.
+            ``engine.step()`` evaluates it at the end of each epoch and every ``data.eval_every_n_steps``
+            steps (see ``engine.evaluate``).
         optimizer: an optimizer over ``model.parameters()`` that has not stepped yet, or a function that makes
             one from the sharded parameters; by default the one in the configuration.
         lr_scheduler: a scheduler of that optimizer, or a function that makes one from it; by default the one
@@ -124,6 +128,8 @@ def initialize(
     if settings.odc.backend == "deepspeed":
         if reference is not None:
             raise ConfigError("reference: not with odc.backend: deepspeed; expected fsdp2")
+        if eval_data is not None:
+            raise ConfigError("eval_data: not with odc.backend: deepspeed; expected fsdp2")
         return _initialize_deepspeed(  # type: ignore[no-any-return]  # an engine with the same calls
             settings,
             model=model,
@@ -163,7 +169,17 @@ def initialize(
                     frozen=True,
                 )
             loader, costs = None, _costs(model, settings, job)
-            training_data = _open_data(settings, training_data)
+            training_data = _open_data("path", settings.data.path, training_data, "training_data")
+            eval_data = _open_data("eval_path", settings.data.eval_path, eval_data, "eval_data")
+            make_held_out = functools.partial(
+                _make_loader,
+                model,
+                config=settings,
+                job=job,
+                costs=costs,
+                collate_fn=collate_fn,
+                length_fn=length_fn,
+            )
             if training_data is not None:
                 loader = _build_loader(
                     model, training_data, settings, job, costs, collate_fn, length_fn, loss_fn
@@ -192,6 +208,7 @@ def initialize(
                 scheduler=scheduler,
                 loader=loader,
                 loss_fn=loss_fn,
+                make_held_out=make_held_out,
                 reference=None if frozen is None else frozen.model,
             )
             if frozen is not None and packs:
@@ -200,6 +217,12 @@ def initialize(
                 _try_out(engine, loader)
                 if settings.model.compile:
                     _compile(model, blocks)
+            if eval_data is not None:
+                engine.hold_out(eval_data)
+            elif settings.data.eval_every_n_steps and info.rank == 0:
+                logger.warning(
+                    "data.eval_every_n_steps has no effect: there is no eval_data, nor data.eval_path"
+                )
             engine._resume()
         control.enter(Phase.BETWEEN, step=engine.global_steps, micro_batch=0)
     except BaseException:
@@ -302,14 +325,13 @@ def _compile(model: nn.Module, blocks: list[nn.Module]) -> None:
     compiled.compile_blocks(blocks)
 
 
-def _open_data(config: Config, training_data: Any | None) -> Any | None:
-    path = config.data.path
+def _open_data(key: str, path: str | None, data: Any | None, argument: str) -> Any | None:
     if path is None:
-        return training_data
-    if training_data is not None:
+        return data
+    if data is not None:
         raise ConfigError(
-            f"data: odcengine.initialize was given training_data, and the configuration names {path}; leave "
-            "training_data=... away, or remove data.path"
+            f"data: odcengine.initialize was given {argument}, and the configuration names {path}; leave "
+            f"{argument}=... away, or remove data.{key}"
         )
     return TokenDataset.open(path)
 
@@ -324,24 +346,60 @@ def _build_loader(
     length_fn: Callable[[Any], int] | None,
     loss_fn: LossFn | None,
 ) -> MinibatchLoader:
-    vocab_size = find_vocabulary(model)
-    if isinstance(training_data, TokenDataset) and vocab_size is not None:
-        training_data.check_vocabulary(vocab_size)
     batch = config.resolve_batch(job.topology.world_size)
     if job.topology.rank == 0:
         for notice in batch.notices:
             logger.warning("config: %s", notice)
-    loader = MinibatchLoader(
+    loader = _make_loader(
+        model,
         training_data,
         train_batch_size=batch.train_batch_size,
+        config=config,
+        job=job,
+        costs=costs,
+        collate_fn=collate_fn,
+        length_fn=length_fn,
+    )
+    if job.topology.rank == 0 and batch.train_batch_size > len(training_data):
+        logger.warning(
+            "train_batch_size is %d, but the data set has %d samples: every step has fewer",
+            batch.train_batch_size,
+            len(training_data),
+        )
+    if loader.packs and (loss_fn is None or is_transformers_model(model)):
+        prepare_model(model)  # several samples share a row: attention must stop between them
+        check_lengths(model, loader.longest, shared_rows=loader.max_samples != 1)
+    return loader
+
+
+def _make_loader(
+    model: nn.Module,
+    data: Any,
+    *,
+    train_batch_size: int | None = None,
+    config: Config,
+    job: Job,
+    costs: CostModel | OnlineCost,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    length_fn: Callable[[Any], int] | None,
+) -> MinibatchLoader:
+    """A loader of training data; without a batch size of held-out data: all in one minibatch, in order."""
+    vocab_size = find_vocabulary(model)
+    if isinstance(data, TokenDataset) and vocab_size is not None:
+        data.check_vocabulary(vocab_size)
+    trains = train_batch_size is not None
+    num_samples = len(data) if isinstance(data, Sized) else 1
+    return MinibatchLoader(
+        data,
+        train_batch_size=train_batch_size or max(1, num_samples),
         rank=job.topology.rank,
         world_size=job.topology.world_size,
         strategy=config.balance.strategy,
         max_tokens=config.balance.max_tokens_per_micro_batch,
-        max_samples=batch.max_samples_per_micro_batch,
+        max_samples=config.train_micro_batch_size_per_gpu,
         seed=config.seed,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
+        shuffle=config.data.shuffle and trains,
+        drop_last=config.data.drop_last and trains,
         cost=costs,
         max_length=config.data.max_length,
         too_long=config.data.too_long,
@@ -355,16 +413,6 @@ def _build_loader(
         timeout_s=config.odc.timeout_s,
         vocab_size=vocab_size,
     )
-    if job.topology.rank == 0 and batch.train_batch_size > len(training_data):
-        logger.warning(
-            "train_batch_size is %d, but the data set has %d samples: every step has fewer",
-            batch.train_batch_size,
-            len(training_data),
-        )
-    if loader.packs and (loss_fn is None or is_transformers_model(model)):
-        prepare_model(model)  # several samples share a row: attention must stop between them
-        check_lengths(model, loader.longest, shared_rows=loader.max_samples != 1)
-    return loader
 
 
 def _costs(model: nn.Module, config: Config, job: Job) -> CostModel | OnlineCost:

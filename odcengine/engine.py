@@ -40,6 +40,7 @@ from odcengine.data import Minibatch, MinibatchLoader
 from odcengine.data.minibatch import warn_of_unused
 from odcengine.device import Mark
 from odcengine.errors import CheckpointError, OdcError, UsageError
+from odcengine.evaluation import Evaluation, EvaluationCalls, MakeLoader
 from odcengine.losses import LossSum
 from odcengine.metrics import StepMetrics, whole_or_none, work_of_ranks
 from odcengine.models import find_vocabulary
@@ -57,7 +58,7 @@ logger = logging.getLogger(__name__)
 _CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
-class OdcEngine(CheckpointCalls, RolloutCalls):
+class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
     """A sharded model with its optimizer; made by ``odcengine.initialize``.
 
     ``engine(micro_batch)`` and ``engine.backward(loss)`` any number of times, also never, then
@@ -72,6 +73,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         topology: ranks and nodes.
         transport: one-sided access to other ranks; None where collectives are used, or with one rank.
         global_steps: optimizer steps done, skipped ones included.
+        evaluation: the result of the last :meth:`evaluate`, or None.
         client_state: what the script wants to find again after resuming; saved with every checkpoint.
     """
 
@@ -89,6 +91,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         scheduler: LRScheduler | None,
         loader: MinibatchLoader | None,
         loss_fn: LossFn | None,
+        make_held_out: MakeLoader,
         reference: nn.Module | None = None,
     ) -> None:
         self.module = model
@@ -99,6 +102,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self.topology = job.topology
         self.transport = transport
         self.global_steps = 0
+        self.evaluation: Evaluation | None = None
         self.client_state: dict[str, Any] = {}
         self._job = job
         self._device = job.device
@@ -112,6 +116,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         packs = loader is not None and loader.packs
         self._unprepared = [] if packs else [part for part in (model, reference) if part is not None]
         self._loader = loader
+        self._held_out: MinibatchLoader | None = None
+        self._make_held_out = make_held_out
         self._checkpoints = Checkpoints(Trained(model, optimizer, scheduler, loader), job, config)
         saves = config.checkpoint.dir is not None
         self._stop = StopRequests(
@@ -167,7 +173,9 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
                 self._control.check_equal_counts(self.global_steps, self._micro_batches + 1)
             trains = torch.is_grad_enabled()  # in eval mode too: dropout is the script's choice
             if trains:
-                self._monitor.tally.forward(args[0] if args else None)
+                self._monitor.tally.forward(args[0] if args else None, training=self.module.training)
+            else:
+                self._monitor.tally.evaluated()
             with self._device.computing():
                 if self._summed_loss.is_known(args, kwargs):
                     return self._summed_loss(self.module, *args, **kwargs, trains=trains)
@@ -282,6 +290,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         control.enter(Phase.BETWEEN, step=self.global_steps, micro_batch=0)
         if agreed.stops:
             self._save_and_stop(agreed.stops)
+        if self._evaluates_now():
+            self.evaluate()
         return metrics
 
     def _minibatch(self) -> tuple[Minibatch | None, str]:
@@ -289,6 +299,14 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         if self._balanced is not None:
             return self._balanced, "engine.balance()"
         return (None if self._loader is None else self._loader.in_step), "the loader's minibatch"
+
+    def _evaluates_now(self) -> bool:
+        """Whether the held-out data is due: every so many steps, and at the end of an epoch."""
+        if self._held_out is None:
+            return False
+        every, loader = self.config.data.eval_every_n_steps, self._loader
+        at_end = loader is not None and loader.at_epoch_end
+        return at_end or (every > 0 and self.global_steps % every == 0)
 
     def _learn(self, metrics: StepMetrics, work: Work | None) -> None:
         """Costs and speeds follow from what was computed in which time."""
@@ -535,6 +553,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
     def _begin_anew(self) -> None:
         if not self._micro_batches:
             self._begun = False
+            self._ended_at = time.perf_counter()  # what the loader was asked for before counts from here, too
 
     def _next_serial(self) -> int:
         return next(self._draw_serials)
@@ -549,6 +568,9 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         """
         self._require_open()
         self._sharding.reshard()
+        if mode and not self.module.training:
+            self._summed_loss.evaluation_ended()
+            self._monitor.tally.evaluation_ended()
         self.module.train(mode)
         return self
 
@@ -622,8 +644,9 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
             self._stop.close()  # not before: a signal must not end the process while the last save is written
             self._control.close()
             self._monitor.close()
-            if self._loader is not None:
-                self._loader.close()
+            for loader in (self._loader, self._held_out):
+                if loader is not None:
+                    loader.close()
         self._job.leave()
         if unsaved is not None:
             raise CheckpointError(unsaved)
@@ -651,8 +674,9 @@ class OdcEngine(CheckpointCalls, RolloutCalls):
         self._control.fail(error)
         self._checkpoints.abandon()
         self._monitor.close(failed=True)
-        if self._loader is not None:
-            self._loader.close(timeout_s=1.0)
+        for loader in (self._loader, self._held_out):
+            if loader is not None:
+                loader.close(timeout_s=1.0)
         with contextlib.suppress(Exception):  # FSDP2 may be in the middle of a pass; the error is what counts
             self._sharding.close()
         self._balancer.close()

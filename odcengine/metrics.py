@@ -98,7 +98,9 @@ class StepMetrics:
 class Tally:
     """Counts what this rank has computed in a minibatch; nan stands for "unknown".
 
-    What the loader has handed out, or a forward has got, counts once a backward follows.
+    What the loader has handed out, or a forward has got, counts once a backward follows. What was only
+    evaluated (a forward without gradients, or handed out where there are none) does not: a script may go
+    through a minibatch before it trains on it.
 
     Attributes:
         samples: samples, without stand-ins for empty micro-batches.
@@ -124,17 +126,29 @@ class Tally:
     def reset(self) -> None:
         """Start a minibatch."""
         self.samples = self.micro_batches = self.tokens = self.squares = self.flops = self.load_s = 0.0
+        self._handed: list[tuple[int, Lengths | None]] = []  # by the loader, since the last forward
+        self._is_evaluated = False  # it, so far
         self._pending: list[tuple[int, Lengths | None]] = []
+        self._doubtful: list[tuple[int, Lengths | None]] = []  # the same, of forwards in evaluation mode
         self._balanced: tuple[int, Lengths | None] | None = None
         self._counts_balanced = False
 
-    def loaded(self, seconds: float, sample_ids: Sequence[int] | None) -> None:
-        """The loader was busy, and hands out these samples: none for a stand-in, None for no micro-batch."""
+    def loaded(self, seconds: float, sample_ids: Sequence[int] | None, *, has_gradients: bool = True) -> None:
+        """The loader was busy, and hands out these samples: none for a stand-in, None for no micro-batch.
+
+        Args:
+            seconds: so long it was.
+            sample_ids: indices in the data set.
+            has_gradients: whether forwards keep them where the samples are handed out.
+        """
         self.load_s += seconds
         if sample_ids is None:
             return
+        if self._is_evaluated:
+            self._handed.clear()
         lengths = None if self._lengths is None else self._lengths[list(sample_ids)]
-        self._pending.append((len(sample_ids), lengths))
+        self._handed.append((len(sample_ids), lengths))
+        self._is_evaluated = not has_gradients
 
     def balanced(self, seconds: float, lengths: Lengths) -> None:
         """``engine.balance`` hands out a micro-batch of samples of these lengths: none for a stand-in.
@@ -144,10 +158,21 @@ class Tally:
         self.load_s += seconds
         self._balanced, self._counts_balanced = (len(lengths), lengths), True
 
-    def forward(self, batch: Any) -> None:
-        """A forward that a backward will follow got ``batch``."""
+    def evaluated(self) -> None:
+        """A forward without gradients got what was handed out last, which may still be trained on."""
+        self._is_evaluated = True
+
+    def evaluation_ended(self) -> None:
+        """Forwards in evaluation mode that no backward has followed were none of the training's."""
+        self._doubtful.clear()
+        self._is_evaluated = True
+
+    def forward(self, batch: Any, *, training: bool = True) -> None:
+        """A forward with gradients got ``batch``, in training mode or in evaluation mode."""
+        pending = self._pending if training else self._doubtful
+        self._take_handed(pending)
         if self._balanced is not None:
-            self._pending.append(self._balanced)
+            pending.append(self._balanced)
             self._balanced = None
         if self._has_loader or self._counts_balanced:
             return
@@ -157,11 +182,12 @@ class Tally:
         else:  # the host's copy: reading the batch itself would wait for the GPU
             boundaries = segments.boundaries[: batch.num_sequences + 1]
             lengths = np.array([stop - start for start, stop in itertools.pairwise(boundaries)], np.int64)
-            self._pending.append((batch.num_samples, lengths))
+            pending.append((batch.num_samples, lengths))
 
     def backward(self) -> None:
         """A backward covers everything since the last one."""
-        for samples, lengths in self._pending:
+        self._take_handed(self._pending)  # a script may call the model itself
+        for samples, lengths in (*self._pending, *self._doubtful):
             self.samples += samples
             self.micro_batches += samples > 0
             self.tokens += math.nan if lengths is None else float(lengths.sum())
@@ -169,6 +195,12 @@ class Tally:
             known = lengths is not None and self._flops_of is not None
             self.flops += self._flops_of(lengths) if known else math.nan  # type: ignore[misc,arg-type]
         self._pending.clear()
+        self._doubtful.clear()
+
+    def _take_handed(self, pending: list[tuple[int, Lengths | None]]) -> None:
+        pending += self._handed
+        self._handed.clear()
+        self._is_evaluated = False
 
     @property
     def work(self) -> list[float]:

@@ -36,6 +36,8 @@ def test_config_trains(name: str, tmp_path: Path) -> None:
         (model / "config.json").write_text(MODEL)
     (tmp_path / data).parent.mkdir(exist_ok=True)
     TokenDataset.write(tmp_path / data, [{"input_ids": [1, 2, 3, 4 + n % 20]} for n in range(80)])
+    if config.data.eval_path is not None:
+        TokenDataset.write(tmp_path / config.data.eval_path, [{"input_ids": [1, 2, 3]}])  # of one rank
     path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))
     ranks = str(config.launch.nproc_per_node or 2)
     done = subprocess.run(

@@ -76,8 +76,11 @@ def test_prepare_then_train(checkout: Path) -> None:
     assert (checkout / "demo_out" / "tokens").is_dir()
     written = checkout / "demo_out" / "run"
     # The second run went on from the checkpoint of step 4.
-    steps = [json.loads(line)["step"] for line in (written / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 4, 4, 5, 6]
+    lines = [json.loads(line) for line in (written / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [0, 1, 2, 3, 4, 4, 5, 6]
+    evaluated = [(line["step"], line["eval/loss"]) for line in lines if "eval/loss" in line]
+    assert [step for step, _ in evaluated] == [0, 4, 5, 7]  # at first, every fourth, and where the runs ended
+    assert evaluated[-1][1] < evaluated[0][1]
     assert {"step_4", "step_6", "latest"} <= {path.name for path in (written / "checkpoints").iterdir()}
     assert (checkout / "demo_out" / "exported" / "model.safetensors").exists()
     assert list((written / "tensorboard").glob("events.*"))

@@ -31,6 +31,7 @@ from odcengine.errors import ConfigError, UsageError
 
 _FORMAT = "odcengine-tokens"
 _VERSION = 2
+HELD_OUT = "held_out"
 _META, _SAMPLES = "meta.json", "samples.arrow"
 _TOKENS_PER_RECORD_BATCH = 2**20  # of the Arrow file: few enough batches to list, small enough to hold
 _SAMPLES_PER_RECORD_BATCH = 2**16
@@ -81,6 +82,16 @@ class TokenBatch:
             np.add.reduceat(learned, self.offsets[:-1]) - learned[self.offsets[:-1]]
         )
         return counts
+
+    def take(self, chosen: npt.NDArray[np.bool_]) -> TokenBatch:
+        """Some of the samples.
+
+        Args:
+            chosen: bool ``[num_samples]``.
+        """
+        of_tokens = np.repeat(chosen, self.lengths)
+        ends = np.cumsum(self.lengths[chosen])
+        return TokenBatch(self.tokens[of_tokens], self.loss_mask[of_tokens], np.concatenate([[0], ends]))
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> TokenBatch:
@@ -296,10 +307,14 @@ class DatasetWriter:
             self._temporary.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be made: {error.strerror or error}") from error
+        self.held_out_path = self._temporary / HELD_OUT
+        """Where a second data set, :data:`HELD_OUT`, is written that gets its name with this one."""
         self._writer = arrow.ipc.new_file(str(self._temporary / _SAMPLES), self._schema)
         self._pending: list[TokenBatch] = []
         self._num_pending = (0, 0)
-        self._num_samples = self._num_tokens = self._num_targets = 0
+        self.num_samples = 0
+        """Samples written so far."""
+        self._num_tokens = self._num_targets = 0
         self._max_token_id = -1
 
     def __enter__(self) -> DatasetWriter:
@@ -315,6 +330,7 @@ class DatasetWriter:
         if not len(batch):
             return
         self._pending.append(batch)
+        self.num_samples += len(batch)
         samples, tokens = self._num_pending
         self._num_pending = samples + len(batch), tokens + len(batch.tokens)
         if samples >= _SAMPLES_PER_RECORD_BATCH or self._num_pending[1] >= _TOKENS_PER_RECORD_BATCH:
@@ -331,7 +347,7 @@ class DatasetWriter:
         meta = {
             "format": _FORMAT,
             "version": _VERSION,
-            "num_samples": self._num_samples,
+            "num_samples": self.num_samples,
             "num_tokens": self._num_tokens,
             "num_targets": self._num_targets,
             "max_token_id": self._max_token_id,
@@ -359,7 +375,6 @@ class DatasetWriter:
             arrow.array(num_targets),
         ]
         self._writer.write_batch(arrow.record_batch(columns, schema=self._schema))
-        self._num_samples += len(batch)
         self._num_tokens += len(batch.tokens)
         self._num_targets += int(num_targets.sum())
         self._max_token_id = max(self._max_token_id, int(batch.tokens.max()))

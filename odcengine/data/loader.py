@@ -15,6 +15,7 @@ position was loaded, so it does not depend on when a thread got its turn, and al
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import logging
 import math
@@ -224,6 +225,16 @@ class MinibatchLoader:
         return self._unmeasured
 
     @property
+    def at_epoch_end(self) -> bool:
+        """Whether the minibatch handed out last is the last of its epoch."""
+        return self.index >= len(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for data of the same lengths under the same limits."""
+        return hashlib.sha256(self.lengths[self._samples.usable].tobytes()).hexdigest()[:16]
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence in the samples that are used, after truncation."""
         return self._samples.longest
@@ -358,7 +369,7 @@ class MinibatchLoader:
         A minibatch counts as used as soon as it was handed out. The position does not depend on the number of
         ranks, so another number may load it.
         """
-        at_end = self.index >= len(self)
+        at_end = self.at_epoch_end
         state = {
             "epoch": self.epoch + at_end,
             "index": 0 if at_end else self.index,
@@ -409,7 +420,7 @@ class MinibatchLoader:
 
     def _go_to_next_epoch_at_end(self) -> None:
         # A loop that was left after the last minibatch has not seen the end of the epoch.
-        if self.index >= len(self):
+        if self.at_epoch_end:
             self.epoch += 1
             self.index = 0
 

@@ -74,6 +74,11 @@ class Minibatch:
         return len(self.sample_ids)
 
     @property
+    def handed_out(self) -> tuple[int, ...]:
+        """Data set indices of the samples of the micro-batch given last; none for a stand-in."""
+        return self._handed_out or ()
+
+    @property
     def is_dummy(self) -> bool:
         """Whether the micro-batch given last stands for an empty one: its loss must not count.
 

@@ -52,7 +52,7 @@ def initialize_deepspeed(
             model = parts._build_model(settings, model)
             if settings.bf16.enabled and any(p.dtype == torch.bfloat16 for p in model.parameters()):
                 model.float()  # DeepSpeed makes its fp32 masters of these
-            loader, data = None, parts._open_data(settings, training_data)
+            loader, data = None, parts._open_data("path", settings.data.path, training_data, "training_data")
             if data is not None:
                 costs = parts._costs(model, settings, job)
                 loader = parts._build_loader(

@@ -99,7 +99,9 @@ class ZeroEngine:
             trains = torch.is_grad_enabled()
             if trains:
                 self._begin()
-                self._monitor.tally.forward(args[0] if args else None)
+                self._monitor.tally.forward(args[0] if args else None, training=self.module.training)
+            else:
+                self._monitor.tally.evaluated()
             if self._summed_loss.is_known(args, kwargs):
                 return self._summed_loss(self.deepspeed, *args, **kwargs, trains=trains)
             return self.deepspeed(*args, **kwargs)
@@ -238,6 +240,9 @@ class ZeroEngine:
 
     def train(self, mode: bool = True) -> ZeroEngine:
         """Switch the model to training (or evaluation); returns the engine."""
+        if mode and not self.module.training:
+            self._summed_loss.evaluation_ended()
+            self._monitor.tally.evaluation_ended()
         self.deepspeed.train(mode)
         return self
 

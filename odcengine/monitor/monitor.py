@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from odcengine.config import Config
 from odcengine.control import EventRecorder, Phase
@@ -115,7 +116,7 @@ class Monitor:
             )
 
     def _loaded(self, start: float, end: float, sample_ids: tuple[int, ...] | None) -> None:
-        self.tally.loaded(end - start, sample_ids)
+        self.tally.loaded(end - start, sample_ids, has_gradients=torch.is_grad_enabled())
         if self._recording:
             self.recorder.add("load", start, end)
 
@@ -196,6 +197,21 @@ class Monitor:
         if self._progress is not None:
             num_steps = None if left is None else metrics.step + 1 + left
             self._progress.show(metrics, Outlook(mfu, num_steps, self._left_s(left)))
+
+    def note(self, step: int, facts: Facts, line: str | None = None) -> None:
+        """Write what is no step's own: an evaluation, numbers of the script.
+
+        Args:
+            step: where it stands among the steps.
+            facts: numbers by the names of their curves.
+            line: to be shown, too.
+        """
+        if not self._reports:
+            return
+        self._background.write({"step": step, "time": time.time(), **facts})
+        progress = self._progress
+        if progress is not None and line is not None:
+            self._guard("showing a line", lambda: progress.note(line))
 
     def _mfu(self, metrics: StepMetrics) -> float | None:
         peak = self._options.peak_tflops

@@ -77,6 +77,9 @@ class Progress(Protocol):
     def show(self, metrics: StepMetrics, outlook: Outlook) -> None:
         """After every step."""
 
+    def note(self, line: str) -> None:
+        """A line between two steps."""
+
     def close(self, lines: Sequence[str]) -> None:
         """At the end, with the summary's lines."""
 
@@ -94,6 +97,10 @@ class Lines:
             self._has_begun = True
             total = "" if outlook.num_steps is None else f"/{outlook.num_steps}"
             logger.info("step %d%s: %s", metrics.step + 1, total, describe_step(metrics, outlook))
+
+    def note(self, line: str) -> None:
+        """Log the line."""
+        logger.info("%s", line)
 
     def close(self, lines: Sequence[str]) -> None:
         """Log the summary."""
@@ -130,6 +137,10 @@ class Bar:
             description=describe_step(metrics, outlook),
             refresh=True,
         )
+
+    def note(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._console.print(line, highlight=False, markup=False)
 
     def close(self, lines: Sequence[str]) -> None:
         """Leave the bar as it is and print the summary under it."""

@@ -134,10 +134,12 @@ def make_folder(key: str, folder: str) -> None:
 
 
 def curves(facts: Facts) -> dict[str, float]:
-    """The facts of a step as named curves, for TensorBoard and W&B.
+    """The facts of a step as named curves, for TensorBoard and W&B; others have such names already.
 
     Values that are unknown are left out; so are those of single ranks if there are many.
     """
+    if "idle_shares" not in facts:
+        return {name: float(value) for name, value in facts.items() if "/" in name and value is not None}
     names = {
         "loss": "train/loss",
         "grad_norm": "train/grad_norm",
@@ -236,6 +238,7 @@ class WandB:
         self._wandb: Any = wandb
         self._project, self._config = project, dict(config)
         self._run: Any = None
+        self._step = 0
 
     def write(self, facts: Facts) -> None:
         """Add a point to every curve."""
@@ -243,7 +246,8 @@ class WandB:
             self._run = self._wandb.init(
                 project=self._project, config=self._config, settings=self._private_settings()
             )
-        self._run.log(curves(facts), step=facts["step"])
+        self._step = max(self._step, facts["step"])  # W&B takes nothing for a step before the last
+        self._run.log(curves(facts), step=self._step)
 
     def _private_settings(self) -> Any:
         """No code, git state, command line, packages, host facts or console; names differ by version."""

@@ -23,7 +23,6 @@ from odcengine.device import Device
 from odcengine.errors import UsageError
 from odcengine.models import check_lengths, find_vocabulary, is_transformers_model
 from odcengine.rollouts.balance import Balanced, Balancer, Collate
-from odcengine.rollouts.exchange import Stock
 from odcengine.rollouts.generating import generating
 from odcengine.rollouts.reference import copy_weights, prepare_for_packing
 from odcengine.rollouts.samples import Sample, TensorSample, nested
@@ -279,7 +278,7 @@ class RolloutCalls(abc.ABC):
             vocab_size = find_vocabulary(self.module)
             if vocab_size is not None:
                 _check_vocabulary(tensors, vocab_size)
-            self._prepare_packing(stock)
+            self._prepare_packing(stock.longest if stock.lengths else None)
         else:  # packing looks at the fields that it takes
             rank = self._control.topology.rank
             for number, sample in enumerate(tensors):
@@ -289,14 +288,14 @@ class RolloutCalls(abc.ABC):
             tensors, stock, fields, collate_fn, self._next_serial(), wait, all_of=all_of
         )
 
-    def _prepare_packing(self, stock: Stock) -> None:
+    def _prepare_packing(self, longest: int | None) -> None:
         """Several samples share a row: attention must stop between them. All ranks see to it together."""
         while self._unprepared:
             prepare_for_packing(self._unprepared.pop(), low_precision=self.config.bf16.enabled)
             self._sharding.reshard()
-        if stock.lengths and is_transformers_model(self.module):
+        if longest is not None and is_transformers_model(self.module):
             one_a_row = self.config.train_micro_batch_size_per_gpu == 1
-            check_lengths(self.module, stock.longest, shared_rows=not one_a_row)
+            check_lengths(self.module, longest, shared_rows=not one_a_row)
 
 
 def _check_vocabulary(samples: Sequence[TensorSample], vocab_size: int) -> None:

@@ -328,6 +328,32 @@ def test_tally_counts_only_what_a_backward_followed() -> None:
     assert (tally.samples, tally.tokens, tally.flops, tally.load_s) == (2, 16, 32, 1.0)
 
 
+def test_tally_counts_samples_once_that_are_evaluated_before() -> None:
+    """A script goes through a planned minibatch for log-probabilities first, then trains on it."""
+    for has_gradients, says_so in (
+        (True, True),
+        (False, False),
+    ):  # a forward without them; a loop without them
+        tally = Tally(np.array([5, 7]), has_loader=True, flops_of=lambda lengths: 2.0 * lengths.sum())
+        for sample in (0, 1):
+            tally.loaded(0.0, (sample,), has_gradients=has_gradients)
+            if says_so:
+                tally.evaluated()
+        for sample in (0, 1):
+            tally.loaded(0.0, (sample,))
+            tally.evaluated()  # of a reference model, beside the one that is trained
+            tally.forward(None)
+            tally.backward()
+        assert (tally.samples, tally.micro_batches, tally.tokens, tally.flops) == (2, 2, 12, 24)
+        tally.loaded(0.0, (0,))
+        tally.forward(None, training=False)  # with gradients that nobody wanted
+        tally.evaluation_ended()
+        tally.loaded(0.0, (1,))
+        tally.evaluated()
+        tally.backward()  # the script has called the model by itself
+        assert (tally.samples, tally.tokens) == (3, 19)
+
+
 def test_tally_asks_the_host_what_a_micro_batch_of_the_script_holds() -> None:
     batch = pack_samples([{"input_ids": [1] * length} for length in (5, 7)], pad_to_multiple_of=16)
     tally = Tally(None, has_loader=False, flops_of=lambda lengths: 2.0 * lengths.sum())

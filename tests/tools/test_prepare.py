@@ -767,6 +767,32 @@ def test_too_long(tools: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
     assert "all 4 records are longer than --max-length 1" in message
 
 
+def test_samples_held_out(tools: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A share of them, evenly spread, in a data set of their own inside; whatever the workers."""
+    rng = random.Random(5)
+    path = write_lines(tmp_path / "a.jsonl", [{"text": sentence(rng)} for _ in range(600)])
+    whole = prepare(tools, "sp", path, out=tmp_path / "whole")
+    for workers in (1, 2):
+        out = tmp_path / f"parts{workers}"
+        rest = prepare(tools, "sp", path, "--hold-out", "0.3", "--workers", workers, out=out)
+        assert "held out    180 samples, " in capsys.readouterr().out
+        held_out = TokenDataset.open(out / "held_out")
+        apart = [number for number in range(600) if (number + 1) * 3 // 10 > number * 3 // 10]
+        for part, numbers in ((held_out, apart), (rest, sorted(set(range(600)) - set(apart)))):
+            assert part.lengths.tolist() == whole.lengths[numbers].tolist()
+            assert part.num_targets.tolist() == whole.num_targets[numbers].tolist()
+            for at in (0, len(part) - 1):
+                assert part[at]["input_ids"].tolist() == whole[numbers[at]]["input_ids"].tolist()
+        assert held_out.metadata["source"]["part"] == "held_out"
+        prepare(tools, "sp", path, "--overwrite", out=out)
+        assert not (out / "held_out").exists()
+    for share in ("0", "1", "some", "1/0"):
+        message = refusal(capsys, tools, "sp", path, "--hold-out", share, out=tmp_path / "tokens")
+        assert f"--hold-out {share}: it must be a share between 0 and 1" in message
+    message = refusal(capsys, tools, "sp", path, "--hold-out", "1/601", out=tmp_path / "tokens")
+    assert "--hold-out 1/601: that is none of 600 samples" in message
+
+
 def test_model_that_does_not_fit(
     tools: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

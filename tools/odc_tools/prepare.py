@@ -7,6 +7,7 @@ order of the chunks, so the files are the same, byte for byte, for any number of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -15,16 +16,18 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from odc_tools._prepare_progress import Progress
 from odc_tools._prepare_workers import WorkerError, WorkerPool, ending_cleanly
 from odc_tools._sources import Chunk, Source, open_sources
 from odcengine._version import __version__
-from odcengine.data.dataset import DatasetWriter, TokenDataset, is_dataset
+from odcengine.data.dataset import HELD_OUT, DatasetWriter, TokenDataset, is_dataset
 from odcengine.data.records import (
     TOKEN_KEYS,
     TOO_LONG,
@@ -75,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="which of the assistant's turns of a conversation are learned (default: %(default)s)",
     )
+    parser.add_argument(
+        "--hold-out",
+        metavar="SHARE",
+        help="set a share of the samples apart for evaluation (0.02: every 50th), as DIR/held_out",
+    )
     parser.add_argument("--subset", metavar="NAME", help="configuration of hf:NAME")
     parser.add_argument(
         "--split", metavar="NAME", help="which part of data sets and directories with several"
@@ -112,10 +120,13 @@ class _Settings:
     too_long: str
     turns: str
     vocab_size: int | None
+    hold_out: Fraction | None
 
     def describe(self) -> dict[str, Any]:
         template = None if self.chat_template is None else self.chat_template.encode()
+        held_out = {} if self.hold_out is None else {"hold_out": str(self.hold_out)}
         return {
+            **held_out,
             "max_length": self.max_length,
             "too_long": self.too_long,
             "turns": self.turns,
@@ -153,12 +164,17 @@ def prepare(options: argparse.Namespace) -> str:
     counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
     records: dict[Source, int] = dict.fromkeys(sources, 0)
     has_targets = False
+    num_samples = 0
     with (
         ending_cleanly() as check,
         DatasetWriter(out) as writer,
+        contextlib.ExitStack() as stack,
         WorkerPool(workers, check) as pool,
         Progress(sources) as progress,
     ):
+        held_out = None
+        if settings.hold_out is not None:
+            held_out = stack.enter_context(DatasetWriter(writer.held_out_path))
         descriptions = [pool.submit(source.describe) for source in sources]
         jobs = (
             (chunk, functools.partial(_tokenize, settings, kind, chunk))
@@ -168,9 +184,15 @@ def prepare(options: argparse.Namespace) -> str:
         )
         with closing(pool.map(jobs)) as results:
             for chunk, done in results:
-                writer.add(done.batch)
+                batch = done.batch
+                if held_out is not None:
+                    chosen = _held_out(num_samples, len(batch), settings.hold_out or Fraction())
+                    num_samples += len(batch)
+                    held_out.add(batch.take(chosen))
+                    batch = batch.take(~chosen)
+                writer.add(batch)
                 records[chunk.source] += done.num_records
-                has_targets = has_targets or bool(done.batch.count_targets().any())
+                has_targets = has_targets or bool(batch.count_targets().any())
                 for name in _COUNTS:
                     counts[name] += getattr(done, name)
                 progress.show(chunk, counts["num_records"], len(done.batch.tokens))
@@ -179,15 +201,31 @@ def prepare(options: argparse.Namespace) -> str:
             {**pool.result(description), "kind": kinds[source], "num_records": records[source]}
             for source, description in zip(sources, descriptions, strict=True)
         ]
-        writer.finish(_source(tokenizer, settings, inputs, counts))
+        source_of_all = _source(tokenizer, settings, inputs, counts)
+        if held_out is not None:
+            if not held_out.num_samples:
+                raise ConfigError(f"--hold-out {options.hold_out}: that is none of {num_samples} samples")
+            held_out.finish({**source_of_all, "part": HELD_OUT})
+        writer.finish(source_of_all)
     seconds = time.perf_counter() - started
     dataset = TokenDataset.open(out)
+    held_out_line = ""
+    if settings.hold_out is not None:
+        apart = TokenDataset.open(out / HELD_OUT)
+        targets = int(apart.num_targets.sum())
+        held_out_line = f"held out    {len(apart):,} samples, {targets:,} targets: {out / HELD_OUT}\n"
     return (
-        f"{_describe(dataset)}\n"
+        f"{_describe(dataset)}\n{held_out_line}"
         f"speed       {counts['num_records'] / seconds:,.0f} samples/s, {dataset.num_tokens / seconds:,.0f} "
         f"tokens/s ({seconds:.1f} s, {workers} {'worker' if workers == 1 else 'workers'})\n"
         f"written to  {out}"
     )
+
+
+def _held_out(first: int, count: int, share: Fraction) -> npt.NDArray[np.bool_]:
+    """Which of ``count`` samples from number ``first`` on are held out: a share of them, evenly spread."""
+    before = [int((first + number) * share) for number in range(count + 1)]
+    return np.diff(np.array(before, dtype=np.int64)) > 0
 
 
 _COUNTS = ("num_records", "num_skipped", "num_truncated", "num_straddling")
@@ -208,6 +246,16 @@ def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
             problems.append(f"{name} {value}: it must be at least 1")
     if options.too_long != "error" and options.max_length is None:
         problems.append(f"--too-long {options.too_long} needs --max-length")
+    hold_out = None
+    if options.hold_out is not None:
+        try:
+            hold_out = Fraction(options.hold_out)
+        except (ValueError, ZeroDivisionError):
+            hold_out = Fraction()
+        if not 0 < hold_out < 1:
+            problems.append(
+                f"--hold-out {options.hold_out}: it must be a share between 0 and 1, such as 0.02"
+            )
     if options.tokenizer is None and options.chat_template is not None:
         problems.append("--chat-template: tokens need none; give --tokenizer to make tokens of text")
     vocab_size = None
@@ -237,6 +285,7 @@ def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
         options.too_long,
         options.turns,
         vocab_size,
+        hold_out,
     )
     return settings, Path(options.out), workers
 

@@ -60,7 +60,9 @@ class Run:
             for number, line in enumerate(lines, 1):
                 try:
                     facts = json.loads(line)
-                    steps[int(facts["step"])] = facts
+                    step = int(facts["step"])
+                    if not any("/" in key for key in facts):  # an evaluation, or numbers of the script
+                        steps[step] = facts
                 except (ValueError, KeyError, TypeError) as error:
                     if not line.endswith("\n"):
                         break  # of a run that is writing it, or was cut off
