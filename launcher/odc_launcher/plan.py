@@ -232,45 +232,8 @@ def make_plan(
     if problems:
         raise ConfigError(*problems)
 
-    signals, _ = parse_signals(request.signals)
-    nproc, nproc_from = _nproc(request)
-    warnings = [] if machine.port_problem is None else [machine.port_problem]
-    if place is None:
-        here = Place(
-            ranks=tuple(range(nproc)),
-            local_ranks=tuple(range(nproc)),
-            world_size=nproc,
-            local_world_size=nproc,
-            node_rank=0,
-            num_nodes=1,
-            master_addr="127.0.0.1",
-            master_port=machine.master_port,
-            source=nproc_from,
-        )
-    else:
-        here = place
-        nproc = len(place.ranks) if machine.bound else place.local_world_size or len(place.ranks)
-    if nproc > machine.cores:
-        warnings.append(
-            f"{nproc} ranks share {machine.cores} usable cores ({machine.cores_from}): "
-            "they slow each other down"
-        )
-    own_names = ("127.0.0.1", "localhost", machine.host)
-    if place is None and environ.get("MASTER_ADDR", "127.0.0.1") not in own_names:
-        warnings.append(
-            f"MASTER_ADDR={environ['MASTER_ADDR']} is replaced by 127.0.0.1: "
-            "all ranks of this launch run on this host"
-        )
-    if place is None and ("RANK" in environ or "WORLD_SIZE" in environ):
-        warnings.append("RANK and WORLD_SIZE of the environment are replaced for each rank")
-    unset: tuple[str, ...] = ()
-    if request.config_path is None and "ODC_CONFIG" in environ:
-        unset = ("ODC_CONFIG",)
-        warnings.append(
-            f"ODC_CONFIG={environ['ODC_CONFIG']} of the environment is not passed on: "
-            "give the file with --config, so that it is checked first"
-        )
-
+    here = _whole_job(request, machine) if place is None else place
+    warnings = list(_warnings(request, environ, machine, here, placed=place is not None))
     log_dir = log_folder(request, machine)
     common = {
         "WORLD_SIZE": here.world_size,
@@ -282,19 +245,18 @@ def make_plan(
     }
     env = {name: str(value) for name, value in common.items() if value is not None}
     # What an outer launcher left of these would be another's.
-    unset = (*unset, *(name for name, value in common.items() if value is None and name in environ))
+    unset = [name for name, value in common.items() if value is None and name in environ]
+    if request.config_path is None and "ODC_CONFIG" in environ:
+        unset.insert(0, "ODC_CONFIG")
     env |= job_env(request, environ)
     made = _node_settings(request, {**environ, **env}, machine, here)
     env |= as_env(made.settings)
     warnings += made.warnings
     if request.config_path is not None:
         env["ODC_CONFIG"] = os.path.join(machine.cwd, request.config_path)
-    # An empty one is none for OpenMP: every rank would take all cores.
-    threads, threads_from = environ.get("OMP_NUM_THREADS") or None, "your environment"
-    if "OMP_NUM_THREADS" in env:
-        threads, threads_from = env["OMP_NUM_THREADS"], "launch.env"
-    if threads is None:
-        threads, threads_from = _threads(environ, machine, here, placed=place is not None)
+    given = _given_threads(env, environ)
+    threads, threads_from = given or _threads(environ, machine, here, placed=place is not None)
+    if given is None:
         env["OMP_NUM_THREADS"] = threads
     affinities, warning = _affinities(request, {**environ, **env}, machine, here)
     warnings += [] if warning is None else [warning]
@@ -306,7 +268,7 @@ def make_plan(
     for rank, local_rank, affinity in zip(here.ranks, here.local_ranks, affinities, strict=True):
         error_path = os.path.join(log_dir, f"rank{rank}.error.json")
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ODC_ERROR_FILE": error_path}
-        if affinity.cores and "OMP_NUM_THREADS" in env and threads_from != "launch.env":
+        if affinity.cores and given is None:
             numbers["OMP_NUM_THREADS"] = str(min(int(threads), len(affinity.cores)))
         ranks.append(
             RankPlan(
@@ -318,22 +280,18 @@ def make_plan(
                 affinity=affinity,
             )
         )
-    count = len(ranks)
-    what = f"{count} rank{'s' * (count > 1)}"
-    if count < here.world_size:
-        what = f"rank{'s' * (count > 1)} {_numbers(here.ranks)} of {here.world_size}"
     shown = {"all": here.ranks, "rank0": (0,), "none": ()}[request.show]
     return LaunchPlan(
         host=machine.host,
         ranks=tuple(ranks),
         log_dir=log_dir,
-        unset=unset,
+        unset=tuple(unset),
         shown=frozenset(shown),
         grace_s=request.grace_s,
         term_grace_s=request.grace_after(signal.SIGTERM),
-        signals=signals,
+        signals=parse_signals(request.signals)[0],
         summary=(
-            f"{what} on {machine.host} (number from {here.source}), "
+            f"{_what(here)} on {machine.host} (number from {here.source}), "
             f"port {here.master_port}, OMP_NUM_THREADS={threads} ({threads_from}), "
             f"logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
@@ -344,6 +302,49 @@ def make_plan(
         notes=tuple(made.notes),
         preemption=request.preemption_signals,
     )
+
+
+def _whole_job(request: Request, machine: Machine) -> Place:
+    """All ranks, on this host."""
+    nproc, nproc_from = _nproc(request)
+    return Place(
+        ranks=tuple(range(nproc)),
+        local_ranks=tuple(range(nproc)),
+        world_size=nproc,
+        local_world_size=nproc,
+        node_rank=0,
+        num_nodes=1,
+        master_addr="127.0.0.1",
+        master_port=machine.master_port,
+        source=nproc_from,
+    )
+
+
+def _warnings(
+    request: Request, environ: Mapping[str, str], machine: Machine, here: Place, *, placed: bool
+) -> Iterable[str]:
+    """What is unwise, or other than the environment says."""
+    if machine.port_problem is not None:
+        yield machine.port_problem
+    nproc = _sharing(machine, here)
+    if nproc > machine.cores:
+        yield (
+            f"{nproc} ranks share {machine.cores} usable cores ({machine.cores_from}): "
+            "they slow each other down"
+        )
+    own_names = ("127.0.0.1", "localhost", machine.host)
+    if not placed and environ.get("MASTER_ADDR", "127.0.0.1") not in own_names:
+        yield (
+            f"MASTER_ADDR={environ['MASTER_ADDR']} is replaced by 127.0.0.1: "
+            "all ranks of this launch run on this host"
+        )
+    if not placed and ("RANK" in environ or "WORLD_SIZE" in environ):
+        yield "RANK and WORLD_SIZE of the environment are replaced for each rank"
+    if request.config_path is None and "ODC_CONFIG" in environ:
+        yield (
+            f"ODC_CONFIG={environ['ODC_CONFIG']} of the environment is not passed on: "
+            "give the file with --config, so that it is checked first"
+        )
 
 
 def job_of(request: Request, *, several_nodes: bool) -> Job:
@@ -447,14 +448,36 @@ def hash_of(request: Request, world_size: int, rendezvous: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
+def _given_threads(env: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Threads of a rank as the user says, and where."""
+    if "OMP_NUM_THREADS" in env:
+        return env["OMP_NUM_THREADS"], "launch.env"
+    inherited = environ.get("OMP_NUM_THREADS")
+    # An empty one is none for OpenMP: every rank would take all cores.
+    return (inherited, "your environment") if inherited else None
+
+
 def _threads(environ: Mapping[str, str], machine: Machine, here: Place, *, placed: bool) -> tuple[str, str]:
     """Threads of a rank, and why so many. A task of SLURM's may see cores that belong to its neighbours."""
     per_task, count = environ.get("SLURM_CPUS_PER_TASK", ""), len(here.ranks)
     if placed and per_task.isdecimal():
         shared = f" / {count} ranks" if count > 1 else ""
         return str(max(1, int(per_task) // count)), f"SLURM_CPUS_PER_TASK={per_task}{shared}"
-    nproc = count if placed and machine.bound else here.local_world_size or count
+    nproc = _sharing(machine, here)
     return str(max(1, machine.cores // nproc)), f"{machine.cores} cores / {nproc} ranks"
+
+
+def _sharing(machine: Machine, here: Place) -> int:
+    """Ranks that share the machine's usable cores."""
+    return len(here.ranks) if machine.bound else here.local_world_size or len(here.ranks)
+
+
+def _what(here: Place) -> str:
+    """The ranks that are started here, in words."""
+    count = len(here.ranks)
+    if count < here.world_size:
+        return f"rank{'s' * (count > 1)} {_numbers(here.ranks)} of {here.world_size}"
+    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _numbers(ranks: Sequence[int]) -> str:
