@@ -1,21 +1,23 @@
 """The loader: cuts a data set into minibatches and gives every rank its micro-batches of each.
 
-Which samples form a minibatch depends on seed, epoch and ``train_batch_size`` only, not on the number of
-ranks, the strategy or the limits. Who computes which of them is the plan's matter (``odcengine.balance``).
-Both are pure functions that every rank evaluates for itself; the loader communicates nothing.
+Which samples form a minibatch (``order.py``) depends on seed, epoch and ``train_batch_size`` only, not on the
+number of ranks, the strategy or the limits. Who computes which of them is the plan's matter
+(``odcengine.balance``). Both are pure functions that every rank evaluates for itself; the loader communicates
+nothing.
 
 What samples there are and how micro-batches are made of them is in ``samples.py``. The next minibatch is
 planned in a thread while the present one is computed, and another thread reads some micro-batches ahead
-(``ahead.py``). With an
-:class:`~odcengine.balance.OnlineCost` it is planned with what was measured in the steps up to the last but
-one before it: the last one is still running then. That holds for every minibatch, also for the first after a
-position was loaded, so it does not depend on when a thread got its turn, and all ranks plan alike.
+(``ahead.py``).
+
+With an :class:`~odcengine.balance.OnlineCost` a minibatch is planned with what was measured in the steps up to
+the last but one before it: the last one is still running then. That holds for every minibatch, also for the
+first after a position was loaded, so it does not depend on when a thread got its turn, and all ranks plan
+alike.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import logging
 import math
@@ -24,8 +26,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from odcengine.balance import Fit, OnlineCost
@@ -35,8 +35,9 @@ from odcengine.data.ahead import Ahead
 from odcengine.data.dataset import TokenDataset
 from odcengine.data.lengths import MapDataset
 from odcengine.data.minibatch import LocalCounter, Minibatch
+from odcengine.data.order import Order
 from odcengine.data.prefetch import Reader
-from odcengine.data.samples import TOO_LONG, Samples
+from odcengine.data.samples import TOO_LONG, Samples, hash_of_lengths
 from odcengine.errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -201,13 +202,13 @@ class MinibatchLoader:
         elif prefetch is None:
             prefetch = PREFETCH if isinstance(dataset, TokenDataset) and collate_fn is None else 0
         self._ahead = Ahead(Reader(device, timeout_s), prefetch)
-        self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
-        if len(self) == 0:
-            raise ConfigError(
-                f"data: {len(self._samples.usable)} samples are less than train_batch_size "
-                f"{train_batch_size}, and drop_last leaves out the short minibatch: nothing to train on; set "
-                "drop_last to false"
-            )
+        self._order = Order(
+            self._samples.usable,
+            train_batch_size=train_batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
 
     @property
     def is_dummy(self) -> bool:
@@ -232,7 +233,7 @@ class MinibatchLoader:
     @property
     def fingerprint(self) -> str:
         """Equal for data of the same lengths under the same limits."""
-        return hashlib.sha256(self.lengths[self._samples.usable].tobytes()).hexdigest()[:16]
+        return hash_of_lengths(self.lengths[self._samples.usable])
 
     @property
     def longest(self) -> int:
@@ -246,8 +247,7 @@ class MinibatchLoader:
 
     def __len__(self) -> int:
         """Minibatches of a whole epoch."""
-        full, rest = divmod(len(self._samples.usable), self.train_batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Minibatch]:
         while self.index < len(self):
@@ -338,8 +338,7 @@ class MinibatchLoader:
     def _make_minibatch(self, epoch: int, index: int, make_fit: Callable[[], Fit] | None) -> Minibatch:
         fit = None if make_fit is None else make_fit()
         cost = fit.cost if fit is not None else self.cost
-        start = index * self.train_batch_size
-        samples = self._order(epoch)[start : start + self.train_batch_size]
+        samples = self._order.minibatch(epoch, index)
         plan = make_plan(
             self.lengths[samples].tolist(),
             num_ranks=self.world_size,
@@ -409,32 +408,13 @@ class MinibatchLoader:
 
     def _identity(self) -> dict[str, Any]:
         """What has to be equal for a position to mean the same samples."""
-        return {
-            "num_samples": len(self._samples.usable),
-            "lengths_sha256": self._samples.contents,
-            "train_batch_size": self.train_batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
+        return {**self._order.identity(), "lengths_sha256": self._samples.contents}
 
     def _go_to_next_epoch_at_end(self) -> None:
         # A loop that was left after the last minibatch has not seen the end of the epoch.
         if self.at_epoch_end:
             self.epoch += 1
             self.index = 0
-
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Data set indices in the order of an epoch; kept for the last epoch asked for."""
-        kept = self._order_of_epoch
-        if kept is None or kept[0] != epoch:
-            order = self._samples.usable
-            if self.shuffle:
-                # Sorting raw bits: of numpy's generators only the raw stream is the same in every version.
-                bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(len(order))
-                order = order[np.argsort(bits, kind="stable")]
-            kept = self._order_of_epoch = (epoch, order)  # another thread may replace it at once
-        return kept[1]
 
     def _load_all(self, minibatch: Minibatch) -> Generator[tuple[tuple[int, ...], Any], None, None]:
         """The micro-batches of a minibatch in turn, each behind the data set indices of its samples."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from odcengine.data.batch import MicroBatch
@@ -21,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 TOO_LONG = ("error", "truncate", "skip")
 """What can be done with samples longer than the limit."""
+
+
+def hash_of_lengths(lengths: npt.NDArray[np.int64]) -> str:
+    """16 hexadecimal digits that differ where lengths differ."""
+    return hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
 
 
 class Samples:
@@ -76,7 +82,7 @@ class Samples:
         self.lengths, self.num_targets, self._longest_sequence = measure(
             dataset, length_fn, self.packs, vocab_size
         )
-        self.contents = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
+        self.contents = hash_of_lengths(self.lengths)
         self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
         if collate_fn is None and not self.knows_lengths:
             refuse_text(dataset[0])
