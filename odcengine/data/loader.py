@@ -9,9 +9,9 @@ What samples there are and how micro-batches are made of them is in ``samples.py
 planned in a thread while the present one is computed, and another thread reads some micro-batches ahead
 (``ahead.py``).
 
-With an :class:`~odcengine.balance.OnlineCost` a minibatch is planned with what was measured in the steps up to
-the last but one before it: the last one is still running then. That holds for every minibatch, also for the
-first after a position was loaded, so it does not depend on when a thread got its turn, and all ranks plan
+With an :class:`~odcengine.balance.OnlineCost` a minibatch is planned with what was measured in the steps up
+to the last but one before it: the last one is still running then. That holds for every minibatch, also for
+the first after a position was loaded, so it does not depend on when a thread got its turn, and all ranks plan
 alike.
 """
 
