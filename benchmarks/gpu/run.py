@@ -4,10 +4,11 @@
     python benchmarks/gpu/run.py tests --out results
     python benchmarks/gpu/run.py primitives equal --out results --limit-s 540
 
-On all GPUs of this machine, 2 or more. Parts run one after the other and share the limit by their weights; a
-command that takes longer than its share is ended with its children, and the next begins. Everything that a
-command prints is in ``OUT/NAME.log``, raw results are in ``OUT/NAME.json``. The exit code is the number of
-commands that failed.
+On all GPUs of this machine, 2 or more; with ``--share`` also on one, which ranks share: tests, curves and
+fidelity mean something then, speeds nothing. Parts run one after the other and share the limit by their
+weights; a command that takes longer than its share is ended with its children, and the next begins.
+Everything that a command prints is in ``OUT/NAME.log``, raw results are in ``OUT/NAME.json``. The exit code
+is the number of commands that failed.
 """
 
 from __future__ import annotations
@@ -148,6 +149,9 @@ def main() -> None:
     parser.add_argument(
         "--together", action="store_true", help="the commands of a part at the same time: tests only"
     )
+    parser.add_argument(
+        "--share", action="store_true", help="where there is one GPU, two ranks share it: no speeds"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands and end")
     options = parser.parse_args()
     unknown = [part for part in options.parts if part not in PARTS]
@@ -162,18 +166,21 @@ def main() -> None:
             for command, limit_s in limited(PARTS[part], options.limit_s, together=options.together):
                 print(f"{part}: {shlex.join(['python', *filled(command, options, out, limit_s)])}")
         return
-    check_gpus(parser)
+    check_gpus(parser, share=options.share)
     out.mkdir(parents=True, exist_ok=True)
     failed = sum(run_part(part, options, out) for part in parts)
     sys.exit(min(failed, 100))
 
 
-def check_gpus(parser: argparse.ArgumentParser) -> None:
+def check_gpus(parser: argparse.ArgumentParser, *, share: bool) -> None:
     import torch
 
     count = torch.cuda.device_count()
-    if count < 2:
-        parser.error(f"this machine has {count} GPUs for torch, but 2 or more are needed")
+    if count == 1 and share:
+        os.environ["ODC_SHARE_GPUS"] = "1"
+    elif count < 2:
+        hint = "; see --share" if count else ""
+        parser.error(f"this machine has {count} GPUs for torch, but 2 or more are needed{hint}")
 
 
 def limited(commands: Sequence[Command], limit_s: float, *, together: bool) -> list[tuple[Command, float]]:

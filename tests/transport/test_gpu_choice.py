@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from odcengine import start
-from odcengine.device import unmapped_pair
+from odcengine import device, start
+from odcengine.device import check_devices, choose_device, identity_of, unmapped_pair
 from odcengine.errors import ConfigError
+from odcengine.ranks import RankInfo
+from odcengine.transport._nvshmem_start import start_nvshmem
 
 
 @pytest.fixture
@@ -69,3 +71,64 @@ def test_refused_without_nvshmem_on_a_rank(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"GPU 0 .* GPU 1 .*not installed for ranks \[1\]: pip install"):
         choose()
+
+
+class MadeUpGpu:
+    """What :class:`CudaDevice` tells of itself."""
+
+    type = "cuda"
+    backend = device.CudaDevice.backend
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+
+
+def _gpus_of(monkeypatch: pytest.MonkeyPatch, share: str, count: int) -> list[Any]:
+    """The devices of four ranks of a machine with ``count`` GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    properties = [SimpleNamespace(uuid=f"uuid{index}", name="GPU model") for index in range(count)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+    monkeypatch.setattr(device, "CudaDevice", MadeUpGpu)
+    monkeypatch.setenv("ODC_SHARE_GPUS", share)
+    return [
+        choose_device(RankInfo(rank, 4, local_rank=rank, local_world_size=4), "auto") for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (4, [0, 1, 2, 3])])
+def test_ranks_share_gpus_where_they_may(
+    monkeypatch: pytest.MonkeyPatch, count: int, expected: list[int]
+) -> None:
+    gpus = _gpus_of(monkeypatch, "1", count)
+    assert [gpu.torch_device.index for gpu in gpus] == expected
+    check_devices([identity_of(gpu) for gpu in gpus], [f"rank {rank}" for rank in range(4)])
+    assert {gpu.backend for gpu in gpus} == {"cpu:gloo,cuda:gloo"}  # NCCL refuses two ranks on one GPU
+
+
+def test_sharing_gpus_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = _gpus_of(monkeypatch, "0", 1)
+    names = [f"rank {rank}" for rank in range(4)]
+    with pytest.raises(ConfigError, match=r"rank 0 and rank 1 are on the same GPU; .*ODC_SHARE_GPUS=1"):
+        check_devices([identity_of(gpu) for gpu in gpus], names)
+    assert {gpu.backend for gpu in gpus} == {"cpu:gloo,cuda:nccl"}
+    with pytest.raises(ConfigError, match=r"local rank 2 of 4 finds 2 GPUs; .*ODC_SHARE_GPUS=1"):
+        _gpus_of(monkeypatch, "0", 2)
+    with pytest.raises(ConfigError, match="ODC_SHARE_GPUS='yes'; expected 1"):
+        _gpus_of(monkeypatch, "yes", 2)
+
+
+def test_ranks_agree_whether_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = identity_of(_gpus_of(monkeypatch, "0", 4)[0])
+    shared = identity_of(_gpus_of(monkeypatch, "1", 4)[1])
+    with pytest.raises(
+        ConfigError, match=r"rank 1 computes on GPU model \(ODC_SHARE_GPUS=1\), rank 0 on GPU"
+    ):
+        check_devices([alone, shared], ["rank 0", "rank 1"])
+
+
+def test_nvshmem_wants_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODC_SHARE_GPUS", "1")
+    group: Any = None
+    with pytest.raises(ConfigError, match=r"nvshmem needs a GPU for each rank.*cuda_p2p"):
+        start_nvshmem(0, 2, torch.device("cuda", 0), 0, group)

@@ -177,11 +177,16 @@ def _start_ranks(options: argparse.Namespace) -> NoReturn:
 def _default_ranks(device: str) -> int:
     import torch
 
+    from odcengine.device import SHARE_VARIABLE, shares_gpus
+
     if device == "cpu" or not torch.cuda.is_available():
         return 2
-    if torch.cuda.device_count() < 2:
-        raise ConfigError("odc bench needs 2 GPUs or more, and there is 1; add --device cpu to measure CPUs")
-    return torch.cuda.device_count()
+    if torch.cuda.device_count() < 2 and not shares_gpus():
+        raise ConfigError(
+            "odc bench needs 2 GPUs or more, and there is 1; add --device cpu to measure CPUs (with "
+            f"{SHARE_VARIABLE}=1 two ranks share the GPU: losses mean something then, speeds nothing)"
+        )
+    return max(torch.cuda.device_count(), 2)
 
 
 def check_options(options: argparse.Namespace) -> None:
