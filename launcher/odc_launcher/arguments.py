@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,8 @@ Exit code: 2 for mistakes found before any process starts; else that of the rank
 failed first (128 + N for signal N); 0 if all ranks succeeded.
 """
 
+
+_TASKS = ("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 _OTHERS_OPTIONS = {
     "-n": "--nproc-per-node",
@@ -203,7 +206,7 @@ def script_problems(script: str) -> list[str]:
                 "leave it out" if os.path.basename(script).startswith("python") else "give a Python script"
             )
             return [f"{script} is a program; odc-launch starts Python itself: {words}"]
-        return [f"script {script} does not exist (looked in {os.getcwd()})"]
+        return [f"script {script} does not exist (looked in {os.getcwd()}){_lost_folder()}"]
     if os.path.isdir(script):
         return [f"script {script} is a directory; give the Python file, or -m and a module"]
     if not os.access(script, os.R_OK):
@@ -212,6 +215,17 @@ def script_problems(script: str) -> list[str]:
     if interpreter is not None and "python" not in interpreter:
         return [f"script {script} is for {interpreter}, as its first line says; ranks run it by Python"]
     return []
+
+
+def _lost_folder() -> str:
+    """Why SLURM or MPI started this task elsewhere: its host does not have the launch's folder."""
+    folder = os.environ.get("PWD", "")
+    if not folder or os.path.isdir(folder) or not any(name in os.environ for name in _TASKS):
+        return ""
+    return (
+        f"; {socket.gethostname()} has no {folder}, where the launch was started: it has to be on a file "
+        "system that all nodes share"
+    )
 
 
 def _interpreter(script: str) -> str | None:

@@ -107,6 +107,7 @@ def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals)
             *asking,
         ),
         preemption=asking,
+        max_time=preemption.max_time if preemption is not None else None,
         env=assignments(choose(None, "env", ())),
         env_expand=assignments(choose(None, "env_expand", ())),
         interface=choose(None, "interface", None),
@@ -159,6 +160,7 @@ def _start_here(
     """Starts all ranks of the job, or those of this task of srun or mpirun."""
     from odc_launcher import local, memory, placing, printing, restart, step
     from odc_launcher import plan as planning
+    from odc_launcher.caution import placed_warnings
     from odcengine.host import host
 
     place = None
@@ -174,7 +176,8 @@ def _start_here(
             node=host.read_host(place.master_addr, with_gpus=with_gpus),
         )
         plan = planning.make_plan(request, os.environ, machine, place)
-        plan = dataclasses.replace(plan, warnings=(*info.warnings, *plan.warnings))
+        own = () if options.reported_above else placed_warnings(request, os.environ, place.local_world_size)
+        plan = dataclasses.replace(plan, warnings=(*info.warnings, *own, *plan.warnings))
     else:
         node = host.read_host("127.0.0.1", with_gpus=with_gpus)
         machine = dataclasses.replace(_machine(os.environ), node=node)

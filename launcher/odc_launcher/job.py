@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from odc_launcher import mpi, slurm
+from odc_launcher.caution import sharding_warnings, step_warnings, submission_warnings
 from odc_launcher.placing import TORCH_NAMES, Wish
 from odc_launcher.plan import (
     INTERFACE_NAMES,
@@ -24,8 +25,6 @@ from odcengine.errors import ConfigError
 from odcengine.host.nvshmem_env import value_problems
 from odcengine.hostlist import read_hostfile
 from odcengine.slurm_step import slurm_in_step, step_hosts
-
-_JOIN_HOSTS = ("nvshmem", "mpi", "collective")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def plan_step(
         env=_env(request, environ) | rendezvous,
         unset=_unset(environ),
         hosts=shape.hosts,
-        ranks=_ranks_of(shape, environ),
+        ranks=_ranks_of(shape, slurm.of_the_job(environ)),
         world_size=shape.world_size,
         rendezvous=where,
         log_dir=log_dir,
@@ -123,7 +122,7 @@ def plan_step(
             f"{shape.world_size} ranks on {num_nodes} nodes of {slurm.run_of(environ)} "
             f"({shape.source}), rank 0 at {where}, logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
-        warnings=_sharding_warnings(request, num_nodes),
+        warnings=(*sharding_warnings(request, num_nodes), *step_warnings(request, environ, shape)),
         num_nodes=num_nodes,
     )
 
@@ -144,8 +143,7 @@ def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], ma
         nproc=nproc,
         command=command,
         cwd=machine.cwd,
-        # Else the end of a node is the end of the job.
-        sbatch_args=(*(("--no-kill",) if wish.max_restarts and nodes > 1 else ()), *wish.sbatch_args),
+        sbatch_args=(*_sbatch_options(wish, nodes), *wish.sbatch_args),
     )
     exports = any(arg.partition("=")[0] == "--export" for arg in wish.sbatch_args)
     return JobPlan(
@@ -162,9 +160,20 @@ def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], ma
         request=request,
         hash=None,
         summary=f"a job of {nodes} nodes with {nproc} ranks each",
-        warnings=_sharding_warnings(request, nodes),
+        warnings=(
+            *sharding_warnings(request, nodes),
+            *submission_warnings(request, wish.sbatch_args, wish.max_requeues),
+        ),
         num_nodes=nodes,
     )
+
+
+def _sbatch_options(wish: Wish, nodes: int) -> Iterator[str]:
+    """What a job needs that outlives a node, or runs again; the user's own options come later and win."""
+    if wish.max_restarts and nodes > 1:
+        yield "--no-kill"
+    if wish.max_requeues:
+        yield from ("--requeue", "--open-mode=append")  # one output file for all runs
 
 
 def plan_mpi(
@@ -232,7 +241,7 @@ def plan_mpi(
             f"{nodes * nproc} ranks by {flavor.name}, rank 0 at {where}, "
             f"logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
-        warnings=_sharding_warnings(request, nodes),
+        warnings=tuple(sharding_warnings(request, nodes)),
         num_nodes=nodes,
     )
 
@@ -333,14 +342,3 @@ def _check(request: Request, environ: Mapping[str, str], num_nodes: int) -> None
     problems = [*common_problems(request), *value_problems({**environ, **request.env}, job)]
     if problems:
         raise ConfigError(*problems)
-
-
-def _sharding_warnings(request: Request, num_nodes: int) -> tuple[str, ...]:
-    """What the ranks will refuse on hosts of their own; a job may have waited hours for its nodes by then."""
-    if request.sharding != "full" or num_nodes < 2 or request.transport in _JOIN_HOSTS:
-        return ()
-    return (
-        f"odc.sharding: full on {num_nodes} nodes needs a transport that joins hosts "
-        f"({', '.join(_JOIN_HOSTS)}); with odc.transport: {request.transport} the ranks will refuse it: use "
-        "`odc.sharding: hybrid`",
-    )

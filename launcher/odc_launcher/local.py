@@ -60,6 +60,13 @@ def run(plan: LaunchPlan, early: EarlySignals | None = None) -> failure.Outcome:
         ConfigError: the logs cannot be written; no process was started.
     """
     ranks = open_logs(plan, _heading(plan))
+    if ranks[0].plan.rank == 0 and ranks[0].log.shared:
+        print(
+            f"odc-launch: warning: another launch that runs writes into {plan.log_dir}, too: give each its "
+            "own (--log-dir; members of a job array share launch.log_dir)",
+            file=sys.stderr,
+            flush=True,
+        )
     with caught_signals(plan.signals) as (caught, wakeup):
         launch = _Launch(plan, ranks, wakeup)
         try:

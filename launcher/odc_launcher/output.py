@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import time
@@ -87,6 +88,7 @@ class LogFile:
 
     Attributes:
         start: bytes that were in it before, and the heading.
+        shared: another launch that runs writes into it, too, as far as its file system tells.
 
     Raises:
         OSError: it cannot be opened.
@@ -97,6 +99,13 @@ class LogFile:
         self.lost_bytes = 0
         self.error: OSError | None = None
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.shared = False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError:
+            self.shared = True
+        except OSError:  # a file system without locks
+            pass
         if os.fstat(self._fd).st_size and heading:
             self.write(f"{'' if _ends_a_line(path) else chr(10)}{heading}\n".encode("utf-8", "replace"))
         self.start = os.fstat(self._fd).st_size

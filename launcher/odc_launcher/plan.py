@@ -55,6 +55,7 @@ class Request:
         term_grace_s: seconds that they have after TERM, where that is more: they save a checkpoint.
         signals: names of the signals that are passed on; INT and TERM always are.
         preemption: names of those that ask for a checkpoint and another run, where there is a place for one.
+        max_time: seconds after which the ranks end to go on in another run; None: they do not by themselves.
         env: variables that every rank gets, byte for byte.
         env_expand: the same, with $NAME and ${NAME} replaced by what the rank inherits.
         interface: network interface for the libraries that ask for one.
@@ -76,6 +77,7 @@ class Request:
     term_grace_s: float = 0.0
     signals: tuple[str, ...] = DEFAULT_SIGNALS
     preemption: tuple[str, ...] = ()
+    max_time: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     env_expand: Mapping[str, str] = field(default_factory=dict)
     interface: str | None = None

@@ -18,6 +18,7 @@ from odc_launcher.plan import (
     RankPlan,
     parse_signals,
 )
+from odc_launcher.report import ranges
 from odcengine.host.affinity import format_cores
 
 _SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD", re.IGNORECASE)
@@ -135,8 +136,9 @@ def render_plan(
     assert isinstance(hosts, list)
     for host in hosts:
         ranks = host["ranks"]
-        told = "as SLURM places them" if ranks is None else ", ".join(map(str, ranks))
-        lines.append(f"host {host['host']}: ranks {told}")
+        lines.append(
+            f"host {host['host']}: {'ranks as SLURM places them' if ranks is None else ranges(ranks)}"
+        )
     lines += [f"note: {note}" for note in (plan.notes if isinstance(plan, LaunchPlan) else [_LATER])]
     if isinstance(plan, LaunchPlan):
         lines += [f"sets {item.name}={item.value}: {item.reason}" for item in plan.settings]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from odcengine.errors import ConfigError
 from odcengine.hostlist import expand_counts, read_hostfile
 from odcengine.preemption import REQUEUE_EXIT_CODE
-from odcengine.slurm_step import step_hosts
+from odcengine.slurm_step import slurm_in_step, step_hosts
 
 # What odc-launch derives itself: a second value beside its own would contradict it.
 _OWN_OPTIONS = {
@@ -59,6 +59,7 @@ def allocation_shape(environ: Mapping[str, str], nproc: int | None, nproc_from: 
     Raises:
         ConfigError: the variables contradict each other or ``nproc``, or are not understood.
     """
+    environ = of_the_job(environ)
     hosts = step_hosts({name: value for name, value in environ.items() if name != "SLURM_STEP_NODELIST"})
     num_nodes = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or len(hosts)
     if hosts and num_nodes != len(hosts):
@@ -66,6 +67,11 @@ def allocation_shape(environ: Mapping[str, str], nproc: int | None, nproc_from: 
         raise ConfigError(
             f"{name}={environ.get(name)} but the list of nodes names {len(hosts)}: {', '.join(hosts)}; unset "
             "what is left over from another job"
+        )
+    if num_nodes < 1 and environ.get("SLURM_HET_SIZE"):
+        raise ConfigError(
+            f"the job has {environ['SLURM_HET_SIZE']} components (SLURM_HET_SIZE), but odc-launch starts one "
+            "step on nodes that are alike: ask for a job without components"
         )
     if num_nodes < 1:
         raise ConfigError(
@@ -85,10 +91,10 @@ def allocation_shape(environ: Mapping[str, str], nproc: int | None, nproc_from: 
         tasks = tuple(listed.count(host) for host in hosts)
 
     if num_tasks is None or (tasks is not None and set(tasks) == {1}):  # one task a node, nproc ranks each
-        if nproc is None and num_tasks is None:
-            nproc, nproc_from = _gpus_per_node(environ)
+        if nproc is None:
+            nproc, nproc_from = gpus_per_node(environ)
         count = 1 if nproc is None else nproc
-        told = source if nproc is None else nproc_from
+        told = nproc_from if nproc is not None or num_tasks is None else source
         return Shape(tuple(hosts), (1,) * num_nodes, num_nodes, count, told)
     if nproc is not None and tasks != (nproc,) * num_nodes:
         shown = num_tasks if tasks is None else "/".join(map(str, tasks))
@@ -98,6 +104,16 @@ def allocation_shape(environ: Mapping[str, str], nproc: int | None, nproc_from: 
             f"--ntasks-per-node={nproc}, or for --ntasks-per-node=1, or leave {nproc_from.split()[0]} out"
         )
     return Shape(tuple(hosts), tasks, num_tasks, 1, source)
+
+
+def of_the_job(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment without what concerns only the shell that ``srun --pty`` started in the job."""
+    if not slurm_in_step(environ) or environ.get("SLURM_HOSTFILE"):
+        return environ
+    own = {"SLURM_DISTRIBUTION"}
+    if environ.get("SLURM_NTASKS") == environ.get("SLURM_STEP_NUM_TASKS"):
+        own |= {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE"}
+    return {name: value for name, value in environ.items() if name not in own}
 
 
 def _asked_tasks(
@@ -127,8 +143,11 @@ def _asked_tasks(
     return total, None, source
 
 
-def _gpus_per_node(environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """``4`` and ``a100:4`` are four."""
+def gpus_per_node(environ: Mapping[str, str]) -> tuple[int | None, str]:
+    """GPUs of the job on a node, and which variable says so: ``4`` and ``a100:4`` are four.
+
+    ``--gpus-per-node`` tells them as they are on all nodes, ``--gres`` and ``--gpus`` on this one only.
+    """
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"):
         count = environ.get(name, "").rpartition(":")[2]
         if count.isdecimal() and int(count) > 0:
@@ -155,10 +174,12 @@ def srun_argv(
         srun_args: the user's further options, which come last and so win.
         inside_step: started from an interactive step, whose cores it shares.
     """
+    environ = of_the_job(environ)
     num_nodes = len(shape.tasks) if shape.tasks is not None else len(shape.hosts)
     words = ["srun", f"--nodes={num_nodes}", f"--ntasks={shape.num_tasks}"]
     arbitrary = bool(environ.get("SLURM_HOSTFILE"))
-    if shape.tasks is not None and len(set(shape.tasks)) == 1 and not arbitrary:
+    per_gpu = bool(environ.get("SLURM_NTASKS_PER_GPU"))  # srun takes only one of the two
+    if shape.tasks is not None and len(set(shape.tasks)) == 1 and not arbitrary and not per_gpu:
         words.append(f"--ntasks-per-node={shape.tasks[0]}")
     cpus = _cpus_per_task(shape, environ)
     if cpus is not None:  # srun has not taken it from the environment since 22.05
@@ -170,12 +191,18 @@ def srun_argv(
     words.append("--export=ALL")
     if inside_step:
         words.append("--overlap")
+    if slurm_in_step(environ) and "SLURM_DISTRIBUTION" not in environ:
+        words.append("--distribution=block")  # not as srun has placed the shell's one task
+    if per_gpu or environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", ""):
+        words.append("--gpu-bind=none")  # else each rank would see its own GPU only, and reach no other
     if container_image is not None:
         words.append(f"--container-image={container_image}")
     return (*words, *srun_args, *inner)
 
 
 def _cpus_per_task(shape: Shape, environ: Mapping[str, str]) -> int | None:
+    if environ.get("SRUN_CPUS_PER_TASK"):  # the user's word to srun
+        return None
     asked = _number(environ, "SLURM_CPUS_PER_TASK")
     if asked is not None or shape.tasks is None or set(shape.tasks) != {1}:
         return asked

@@ -23,6 +23,7 @@ from odcengine.errors import ConfigError
 from odcengine.preemption import REQUEUE_EXIT_CODE
 
 _COMMAND_TIMEOUT_S = 60.0
+_SUBMIT_TIMEOUT_S = 300.0  # a busy controller's answer is worth waiting for: the job may be there already
 _POLL_S = 0.5
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEP_FILE = "step"
@@ -79,22 +80,30 @@ def submit(plan: JobPlan) -> int:
     """
     environ = {name: value for name, value in os.environ.items() if name not in plan.unset} | plan.env
     assert plan.stdin is not None
+    waits = any(line.split()[1:2] in (["--wait"], ["-W"]) for line in plan.stdin.splitlines())
     try:
         done = subprocess.run(
             plan.argv,
             input=os.fsencode(plan.stdin),
             env=environ,
             stdout=subprocess.PIPE,
-            timeout=_COMMAND_TIMEOUT_S,
+            timeout=None if waits else _SUBMIT_TIMEOUT_S,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        told = "it may have submitted the job all the same (squeue shows it)"
+        _note(f"sbatch has not answered for {_SUBMIT_TIMEOUT_S:g} s; {told}")
+        return 1
+    except OSError as error:
         _note(f"sbatch does not run: {error}")
         return 1
     if done.returncode:
         _note(f"sbatch refused the job (exit code {done.returncode}); it says why above")
         return done.returncode
     number = done.stdout.decode().strip().partition(";")[0]
+    if not number:  # --test-only, say
+        _note("sbatch has submitted nothing; it says why above")
+        return 0
     _note(f"job {number} submitted: {plan.summary}; its output is in slurm-{number}.out unless set otherwise")
     print(number, flush=True)
     return 0
@@ -190,6 +199,12 @@ def run(
         preempted = sent or (None if watch.stopping else told)
         if preempted is not None:
             _note(f"{preempted} came before the ranks could tell how they ended: to go on in a new run")
+    silent = set(range(plan.world_size)) - {end.rank for end in ends}
+    if code and silent and preempted is None and not watch.stopping:
+        _note(
+            f"no word of {report.ranges(silent)} in {plan.log_dir}: they ended before they could tell, or "
+            "their hosts do not share that folder (--log-dir) and have it themselves"
+        )
     if preempted is not None:
         code = REQUEUE_EXIT_CODE
     asked_by = sent or failure.asked_by(ends)

@@ -128,6 +128,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 ReturnToService=2
 KillWait=10
+GresTypes=gpu
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SelectType=select/cons_tres
@@ -138,11 +139,14 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/%n
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=500
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=500
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=500 Gres=gpu:2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=500 Gres=gpu:2
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
     )
+    for index in range(2):  # no devices, but what SLURM counts as such
+        (folder / f"gpu{index}").touch()
+    (folder / "gres.conf").write_text(f"NodeName=n1,n2 Name=gpu File={folder}/gpu[0-1]\n")
     files = {name: f"--{name}-file={folder}/munged.{name}" for name in ("pid", "log", "seed")}
     munged = ["munged", "--force", f"--socket={folder}/munge.socket", f"--key-file={key}", *files.values()]
     daemons = [(munged, "munged.pid"), (["slurmctld"], "slurmctld.pid")]

@@ -143,6 +143,34 @@ def test_inside_an_allocation_with_one_task_a_node(cluster: Cluster, tmp_path: P
     assert {env["SLURM_CPUS_PER_TASK"] for env in found} == {"2"}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--gpus=4", "--ntasks-per-gpu=1"],
+        ["--ntasks-per-node=2", "--gpus-per-task=1"],
+        ["--ntasks-per-node=1", "--gpus-per-node=2", "--cpus-per-task=2"],
+        ["--gpus-per-node=2"],
+    ],
+)
+def test_gpus_asked_for_in_any_way_have_a_rank_each(
+    cluster: Cluster, tmp_path: Path, options: list[str]
+) -> None:
+    script = write(tmp_path, DUMP)
+    words = ["salloc", "--quiet", "--nodes=2", *options, *cluster.launch("--log-dir", "logs", script)]
+    code, _, err = cluster.run(tmp_path, *words)
+    assert code == 0, err
+    check_ranks(environments(tmp_path / "logs", 4), [0, 0, 1, 1])
+
+
+def test_a_shell_of_srun_on_one_node_starts_the_whole_job(cluster: Cluster, tmp_path: Path) -> None:
+    """As `--launcher slurm` in it says; the shell's own step has one task, and says so in SLURM_NTASKS."""
+    launch = cluster.launch("--launcher", "slurm", "--log-dir", "logs", write(tmp_path, DUMP))
+    shell = ["srun", "--nodes=1", "--ntasks=1", "sh", "-c", " ".join(launch)]
+    code, _, err = cluster.run(tmp_path, "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *shell)
+    assert code == 0, err
+    check_ranks(environments(tmp_path / "logs", 4), [0, 0, 1, 1])
+
+
 def test_under_srun_every_task_is_its_rank(cluster: Cluster, tmp_path: Path) -> None:
     """Uneven nodes, in the order of a hostfile: rank 0 runs on n2, where rank 0 is met."""
     (tmp_path / "hosts").write_text("n2\nn1\nn2\n")

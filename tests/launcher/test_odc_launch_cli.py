@@ -317,7 +317,7 @@ def test_plan_of_this_host_as_json(launcher: Launcher) -> None:
     assert plan["ranks"][1]["env"]["HF_TOKEN"] == "***"
     assert not (launcher.folder / "started").exists()
     code, out, _ = finish(launcher.start("--nproc-per-node", "2", "--plan", "script.py"))
-    assert f"host {socket.gethostname()}: ranks 0, 1" in out
+    assert f"host {socket.gethostname()}: ranks 0-1" in out
     assert "geheim" not in out
 
 

@@ -112,11 +112,28 @@ def test_step(name: str, environ: dict[str, str], request_: Request, wish: Wish)
         (TASKS, []),  # srun's own default
         ({**ALLOCATION, "SLURM_JOB_CPUS_PER_NODE": "96,64"}, ["--cpus-per-task=64"]),  # a task a node
         ({**ALLOCATION, "SLURM_JOB_CPUS_PER_NODE": "96(x2)", "SLURM_CPUS_PER_GPU": "12"}, []),
+        ({**TASKS, "SLURM_CPUS_PER_TASK": "16", "SRUN_CPUS_PER_TASK": "8"}, []),  # srun reads that itself
     ],
 )
 def test_cores_of_a_task_are_the_jobs(environ: dict[str, str], expected: list[str]) -> None:
     plan = plan_step(REQUEST, Wish(), environ, MACHINE)
     assert [word for word in plan.argv if word.startswith("--cpus-per-task")] == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**TASKS, "SLURM_GPUS_PER_NODE": "4"}, ["--ntasks-per-node=4"]),
+        ({**TASKS, "SLURM_GPUS_PER_TASK": "1"}, ["--ntasks-per-node=4", "--gpu-bind=none"]),
+        ({**TASKS, "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}, ["--ntasks-per-node=4", "--gpu-bind=none"]),
+        ({**TASKS, "SLURM_NTASKS_PER_GPU": "1"}, ["--gpu-bind=none"]),  # srun takes one of the two
+    ],
+)
+def test_ranks_of_a_node_see_all_its_gpus(environ: dict[str, str], expected: list[str]) -> None:
+    words = plan_step(REQUEST, Wish(), environ, MACHINE).argv
+    assert [word for word in words if word.startswith(("--ntasks-per-node", "--gpu-bind"))] == expected
+    words = plan_step(REQUEST, Wish(srun_args=("--gpu-bind=closest",)), environ, MACHINE).argv
+    assert [word for word in words if word.startswith("--gpu-bind")][-1] == "--gpu-bind=closest"
 
 
 @pytest.mark.parametrize(
@@ -245,9 +262,23 @@ def test_expansion_happens_only_where_asked_for() -> None:
         ({**ALLOCATION}, 4, (1, 1), 4, 8),
         ({**ALLOCATION, "SLURM_GPUS_PER_NODE": "a100:8"}, None, (1, 1), 8, 16),
         ({**ALLOCATION, "SLURM_GPUS_ON_NODE": "2"}, None, (1, 1), 2, 4),
+        (  # as for torchrun: one task a node
+            {**ALLOCATION, "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "8"},
+            None,
+            (1, 1),
+            8,
+            16,
+        ),
         (TASKS, None, (4, 4), 1, 8),
         (TASKS, 4, (4, 4), 1, 8),
         ({**TASKS, "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}, 4, (1, 1), 4, 8),
+        (  # a shell of srun in the job: number and places of tasks are the shell's own
+            {**TASKS, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            None,
+            (4, 4),
+            1,
+            8,
+        ),
         ({**ALLOCATION, "SLURM_NTASKS": "5"}, None, None, 1, 5),
         ({**ALLOCATION, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, None, (4, 4), 1, 8),
     ],
@@ -290,6 +321,7 @@ def test_hostfile_gives_order_and_counts(tmp_path: Path) -> None:
         ({**ALLOCATION, "SLURM_NTASKS": "x"}, None, ["SLURM_NTASKS='x' is not understood"]),
         ({**ALLOCATION, "SLURM_NTASKS": "1"}, None, ["SLURM_NTASKS=1 is less than the job's 2 nodes"]),
         ({**ALLOCATION, "SLURM_NTASKS": "0"}, None, ["SLURM_NTASKS='0' is no whole number"]),
+        ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, None, ["the job has 2 components (SLURM_HET_SIZE)"]),
         ({"SLURM_JOB_ID": "7"}, None, ["neither SLURM_JOB_NODELIST nor SLURM_NNODES"]),
     ],
 )

@@ -261,7 +261,8 @@ def _ranks_a_node(mode: str, asked: int | None, nodes: Sequence[NodeFacts], on_c
 def _cause(errors: str) -> str:
     """The line that names the first failure, and its exception where there is one; else the last line."""
     lines = [line.removeprefix("odc-launch: ").strip() for line in errors.splitlines() if line.strip()]
-    first = next((line for line in lines if "failed first" in line or line.startswith("error:")), "")
+    signs = ("failed first", " hangs; ")
+    first = next((line for line in lines if any(s in line for s in signs) or line.startswith("error:")), "")
     raised = next((match[1] for line in lines if (match := _RAISED.search(line))), "")
     told = "; ".join(text for text in (first, raised) if text)
     return told or (lines[-1] if lines else "no message")

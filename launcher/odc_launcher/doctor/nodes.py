@@ -32,8 +32,16 @@ if TYPE_CHECKING:
 _MARK = "@odc-node"
 _CHUNK = 160  # srun may cut or join long lines of several tasks
 _STOP_S = 15.0
-# One task a node needs no order of ranks, and has the cores of all.
-_OF_RANKS = ("SLURM_HOSTFILE", "SLURM_DISTRIBUTION", "SLURM_CPUS_PER_TASK")
+# One task a node needs no order of ranks, and has the cores and GPUs of all.
+_OF_RANKS = (
+    "SLURM_HOSTFILE",
+    "SLURM_DISTRIBUTION",
+    "SLURM_CPUS_PER_TASK",
+    "SRUN_CPUS_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_NTASKS_PER_GPU",
+)
 
 
 def be_a_node(
