@@ -202,6 +202,12 @@ def _groups(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
     return [group for group in groups if group is not None and group is not dist.group.WORLD]
 
 
+def _url(rendezvous: str) -> str:
+    """``host:port`` as torch.distributed takes it; an IPv6 address needs brackets."""
+    host, _, port = rendezvous.rpartition(":")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 def _init_process_group(info: RankInfo, device: Device, timeout: datetime.timedelta) -> None:
     device_id = device.torch_device if "nccl" in device.backend else None
     if info.world_size == 1 and info.rendezvous is None:
@@ -215,7 +221,7 @@ def _init_process_group(info: RankInfo, device: Device, timeout: datetime.timede
         )
     else:
         # torchrun's own variables mean more than an address (its agent may serve the store already).
-        method = "env://" if info.source == "torchrun" else f"tcp://{info.rendezvous}"
+        method = "env://" if info.source == "torchrun" else _url(info.rendezvous)
         store, _, _ = next(rendezvous(method, info.rank, info.world_size, timeout=timeout))
         store.set_timeout(timeout)
         _check_devices_early(store, info, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +183,22 @@ def test_machine_id_is_stable_and_tells_more_than_the_host_name() -> None:
     boot, _, namespace = machine_id().partition("/")
     assert len(boot) == 36
     assert namespace.startswith("net:[")
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1", "localhost"])
+def test_rank_0_is_met_by_name_and_by_addresses_of_both_kinds(host: str) -> None:
+    """Ranks of srun and mpirun that odc-launch did not start; nodes may have IPv6 alone."""
+    from datetime import timedelta
+
+    from distributed import free_port
+    from torch.distributed.rendezvous import rendezvous
+
+    from odcengine.start import _url
+
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this host has no IPv6")
+    store, rank, world_size = next(
+        rendezvous(_url(f"{host}:{free_port()}"), 0, 1, timeout=timedelta(seconds=60))
+    )
+    store.set("a", "b")
+    assert (rank, world_size, store.get("a")) == (0, 1, b"b")
