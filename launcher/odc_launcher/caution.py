@@ -38,7 +38,7 @@ def step_warnings(request: Request, environ: Mapping[str, str], shape: Shape) ->
             f"{gpus - most} of {gpus} GPUs of a node ({source}) stay idle: {most} ranks a node "
             f"({shape.source}); ask for --ntasks-per-node={gpus}, or start them by --nproc-per-node {gpus}"
         )
-    elif most > gpus and request.device == "cuda":
+    elif most > gpus and environ.get("ODC_SHARE_GPUS") != "1":
         yield f"{most} ranks a node ({shape.source}) share {gpus} GPUs ({source}); the ranks will refuse it"
 
 

@@ -97,9 +97,11 @@ def allocation_shape(environ: Mapping[str, str], nproc: int | None, nproc_from: 
         told = nproc_from if nproc is not None or num_tasks is None else source
         return Shape(tuple(hosts), (1,) * num_nodes, num_nodes, count, told)
     if nproc is not None and tasks != (nproc,) * num_nodes:
-        shown = num_tasks if tasks is None else "/".join(map(str, tasks))
+        shown = f"{num_tasks} tasks" if tasks is None else f"{'/'.join(map(str, tasks))} tasks"
+        if tasks is not None and len(set(tasks)) == 1:
+            shown = f"{tasks[0]} tasks a node"
         raise ConfigError(
-            f"{nproc} ranks a node ({nproc_from}) contradict the allocation, which has {shown} tasks "
+            f"{nproc} ranks a node ({nproc_from}) contradict the allocation, which has {shown} "
             f"({source}) on {num_nodes} node{'s' * (num_nodes > 1)}; ask SLURM for "
             f"--ntasks-per-node={nproc}, or for --ntasks-per-node=1, or leave {nproc_from.split()[0]} out"
         )

@@ -35,8 +35,8 @@ def shape(tasks: int, nproc: int = 1) -> Shape:
             ["4 of 8 GPUs of a node (SLURM_GPUS_ON_NODE=8) stay idle: 4 ranks a node (SLURM_NTASKS=32)"],
         ),
         (replace(REQUEST, device="cpu"), {"SLURM_GPUS_ON_NODE": "8"}, shape(4), []),
-        (REQUEST, {"SLURM_GPUS_ON_NODE": "4"}, shape(8), []),  # on CPUs, perhaps
-        (replace(REQUEST, device="cuda"), {"SLURM_GPUS_ON_NODE": "4"}, shape(8), ["share 4 GPUs"]),
+        (REQUEST, {"SLURM_GPUS_ON_NODE": "4"}, shape(8), ["8 ranks a node (SLURM_NTASKS=64) share 4 GPUs"]),
+        (REQUEST, {"SLURM_GPUS_ON_NODE": "4", "ODC_SHARE_GPUS": "1"}, shape(8), []),
         (REQUEST, {"SLURM_GPUS_ON_NODE": "4"}, Shape(NODES, None, 5, 1, ""), []),
         (
             REQUEST,

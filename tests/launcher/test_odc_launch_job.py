@@ -306,7 +306,7 @@ def test_hostfile_gives_order_and_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "nproc", "parts"),
     [
-        (TASKS, 8, ["8 ranks a node (--nproc-per-node)", "4/4 tasks", "SLURM_NTASKS=8"]),
+        (TASKS, 8, ["8 ranks a node (--nproc-per-node)", "4 tasks a node", "SLURM_NTASKS=8"]),
         ({**ALLOCATION, "SLURM_NTASKS": "5"}, 2, ["2 ranks a node", "5 tasks (SLURM_NTASKS=5) on 2 nodes"]),
         (
             {**ALLOCATION, "SLURM_JOB_NUM_NODES": "3"},
