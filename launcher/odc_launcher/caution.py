@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from odc_launcher.plan import Request
+from odc_launcher.request import Request
 from odc_launcher.slurm import Shape, gpus_per_node
 from odcengine.slurm_step import slurm_in_step
 

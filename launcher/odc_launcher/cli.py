@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from odc_launcher.failure import Outcome
     from odc_launcher.job import JobPlan
     from odc_launcher.placing import Wish
-    from odc_launcher.plan import Machine, Request
+    from odc_launcher.plan import Machine
+    from odc_launcher.request import Request
     from odcengine.config import Config
 
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals) -> int:
     # Imported here, so that --help answers at once.
     from odc_launcher import placing, step
-    from odc_launcher import plan as planning
+    from odc_launcher.request import DEFAULT_GRACE_S, DEFAULT_SIGNALS, Request
 
     try:
         os.getcwd()
@@ -90,7 +91,7 @@ def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals)
     saves = config is not None and config.checkpoint.dir is not None
     preemption = config.preemption if config is not None and saves else None
     asking = preemption.signals if preemption is not None else ()
-    request = planning.Request(
+    request = Request(
         target=name,
         is_module=is_module,
         args=tuple(args),
@@ -100,10 +101,10 @@ def _launch(options: argparse.Namespace, target: list[str], early: EarlySignals)
         log_dir=choose(options.log_dir, "log_dir", None),
         show=choose(options.show, "show", "all"),
         oversubscribe=options.oversubscribe,
-        grace_s=choose(options.grace_s, "grace_s", planning.DEFAULT_GRACE_S),
+        grace_s=choose(options.grace_s, "grace_s", DEFAULT_GRACE_S),
         term_grace_s=preemption.grace_s if preemption is not None and options.grace_s is None else 0.0,
         signals=(
-            *choose(None, "signals", planning.DEFAULT_SIGNALS),
+            *choose(None, "signals", DEFAULT_SIGNALS),
             *asking,
         ),
         preemption=asking,

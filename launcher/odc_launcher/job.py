@@ -10,15 +10,15 @@ from pathlib import Path
 from odc_launcher import mpi, slurm
 from odc_launcher.caution import sharding_warnings, step_warnings, submission_warnings
 from odc_launcher.placing import TORCH_NAMES, Wish
-from odc_launcher.plan import (
+from odc_launcher.plan import SHOWN_PREFIXES, Machine, log_folder
+from odc_launcher.request import (
     INTERFACE_NAMES,
-    SHOWN_PREFIXES,
-    Machine,
     Request,
+    asked_nproc,
     common_problems,
     hash_of,
     job_of,
-    log_folder,
+    nproc_contradiction,
     target_words,
 )
 from odcengine.errors import ConfigError
@@ -270,18 +270,13 @@ def _options(
 
 
 def _asked_nproc(request: Request) -> tuple[int | None, str]:
-    if request.nproc is not None and request.config_nproc not in (None, request.nproc):
-        raise ConfigError(
-            f"--nproc-per-node {request.nproc} contradicts launch.nproc_per_node: {request.config_nproc} in "
-            f"{request.config_path}; give one of them, or the same number"
-        )
-    if request.nproc is not None:
-        if request.nproc < 1:
-            raise ConfigError(f"--nproc-per-node {request.nproc}: a node takes at least 1 rank")
-        return request.nproc, "--nproc-per-node"
-    if request.config_nproc is not None:
-        return request.config_nproc, f"launch.nproc_per_node in {request.config_path}"
-    return None, ""
+    contradiction = nproc_contradiction(request)
+    if contradiction is not None:
+        raise ConfigError(contradiction)
+    nproc, nproc_from = asked_nproc(request)
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"{nproc_from} {nproc}: a node takes at least 1 rank")
+    return nproc, nproc_from
 
 
 def _env(request: Request, environ: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from odc_launcher import slurm
-from odc_launcher.plan import Place, Request
+from odc_launcher.plan import Place
+from odc_launcher.request import Request, asked_nproc
 from odcengine.errors import ConfigError
 from odcengine.ranks import RankInfo, job_name, job_port, read_rank_info
 from odcengine.slurm_step import slurm_in_step, step_hosts
@@ -144,7 +145,7 @@ def adopted_place(request: Request, info: RankInfo, environ: Mapping[str, str], 
     Raises:
         ConfigError: the number contradicts the tasks, or rank 0's address is not known.
     """
-    nproc = request.nproc if request.nproc is not None else request.config_nproc
+    nproc, _ = asked_nproc(request)
     if info.num_nodes is not None or info.world_size == 1:
         one_each = info.world_size in (1, info.num_nodes)
     else:  # MPI does not tell the number of nodes: on others there may be more tasks than on this one

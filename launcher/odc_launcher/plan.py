@@ -1,30 +1,33 @@
-"""From what the user asked for to what is started: pure, so it is tested and printed without processes."""
+"""From what the user asked for to what is started on this host: pure, so it is tested and printed."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from odcengine._version import __version__
+from odc_launcher.request import (
+    INTERFACE_NAMES,
+    Request,
+    asked_nproc,
+    common_problems,
+    hash_of,
+    job_env,
+    job_of,
+    nproc_contradiction,
+    parse_signals,
+    target_words,
+)
 from odcengine.errors import ConfigError
 from odcengine.host.affinity import Affinity, plan_affinity
 from odcengine.host.host import Host
-from odcengine.host.network import GLOO, NCCL, NVSHMEM
-from odcengine.host.nvshmem_env import Job, NodeSettings, Setting, as_env, node_settings
+from odcengine.host.nvshmem_env import NodeSettings, Setting, as_env, node_settings
 
-DEFAULT_GRACE_S = 30.0
-DEFAULT_SIGNALS = ("INT", "TERM", "HUP", "USR1", "USR2")
 RANKS_PER_CORE_LIMIT = 4
 
 # Of the environment that ranks inherit, what a reader of the plan wants to see.
 SHOWN_PREFIXES = ("NVSHMEM_", "NCCL_", "CUDA_", "TORCH", "ODC", "OMP_", "MKL_", "HF_", "WANDB_")
-INTERFACE_NAMES = (GLOO, NCCL, NVSHMEM)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _RANK_NAMES = (
     "RANK",
     "WORLD_SIZE",
@@ -35,66 +38,6 @@ _RANK_NAMES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line and the config file ask for.
-
-    Attributes:
-        target: the script's path, or the module's name.
-        is_module: whether ``target`` is a module (``-m``).
-        args: the script's own arguments.
-        nproc: ranks to start, from the command line.
-        config_path: the config file, or None.
-        config_nproc: ``launch.nproc_per_node`` of the config file.
-        log_dir: where the logs go; None for a new folder under ``odc_logs``.
-        show: which ranks appear on stdout: ``all``, ``rank0`` or ``none``.
-        oversubscribe: allow far more ranks than cores.
-        grace_s: seconds that ranks have to end by themselves.
-        term_grace_s: seconds that they have after TERM, where that is more: they save a checkpoint.
-        signals: names of the signals that are passed on; INT and TERM always are.
-        preemption: names of those that ask for a checkpoint and another run, where there is a place for one.
-        max_time: seconds after which the ranks end to go on in another run; None: they do not by themselves.
-        env: variables that every rank gets, byte for byte.
-        env_expand: the same, with $NAME and ${NAME} replaced by what the rank inherits.
-        interface: network interface for the libraries that ask for one.
-        config_hash: hash of the config file's bytes.
-        transport, sharding, device: ``odc.transport``, ``odc.sharding`` and ``odc.device``.
-        affinity: ``auto``: each rank runs on the cores near its GPU; ``none``: where it is started.
-    """
-
-    target: str
-    is_module: bool = False
-    args: tuple[str, ...] = ()
-    nproc: int | None = None
-    config_path: str | None = None
-    config_nproc: int | None = None
-    log_dir: str | None = None
-    show: str = "all"
-    oversubscribe: bool = False
-    grace_s: float = DEFAULT_GRACE_S
-    term_grace_s: float = 0.0
-    signals: tuple[str, ...] = DEFAULT_SIGNALS
-    preemption: tuple[str, ...] = ()
-    max_time: float | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    env_expand: Mapping[str, str] = field(default_factory=dict)
-    interface: str | None = None
-    config_hash: str | None = None
-    transport: str = "auto"
-    sharding: str = "auto"
-    device: str = "auto"
-    affinity: str = "auto"
-
-    @property
-    def preemption_signals(self) -> frozenset[signal.Signals]:
-        """Those of ``preemption``."""
-        return frozenset(signal.Signals[f"SIG{name}"] for name in self.preemption)
-
-    def grace_after(self, number: signal.Signals) -> float:
-        """Seconds that ranks have to end by themselves after a signal."""
-        return max(self.grace_s, self.term_grace_s) if number == signal.SIGTERM else self.grace_s
 
 
 @dataclass(frozen=True)
@@ -349,11 +292,6 @@ def _warnings(
         )
 
 
-def job_of(request: Request, *, several_nodes: bool) -> Job:
-    """What of a request matters for the variables of libraries."""
-    return Job(request.transport, request.sharding, several_nodes, request.interface)
-
-
 def _node_settings(
     request: Request, environ: Mapping[str, str], machine: Machine, here: Place
 ) -> NodeSettings:
@@ -402,52 +340,9 @@ def _affinities(
     return planned, None
 
 
-def common_problems(request: Request) -> list[str]:
-    """What is wrong wherever the ranks are started."""
-    problems = parse_signals(request.signals)[1]
-    if not 0 <= request.grace_s < float("inf"):
-        problems.append(f"the grace time is {request.grace_s}; it is a number of seconds, 0 or more")
-    return problems
-
-
-def target_words(request: Request) -> tuple[str, ...]:
-    """The script or module as Python's command line has it."""
-    if request.is_module:
-        return ("-m", request.target)
-    # A name such as -x.py must not look like an option of Python's.
-    return ("./" + request.target if request.target.startswith("-") else request.target,)
-
-
 def log_folder(request: Request, machine: Machine) -> str:
     """Absolute path of the folder for logs."""
     return os.path.join(machine.cwd, request.log_dir or os.path.join("odc_logs", machine.run_name))
-
-
-def job_env(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the user's settings add to every rank's environment; variables that are set win over interface."""
-    env: dict[str, str] = {}
-    if request.interface is not None:
-        env |= {name: request.interface for name in INTERFACE_NAMES if name not in environ}
-    env |= request.env
-    for name, value in request.env_expand.items():
-        env[name] = _VARIABLE.sub(lambda found: environ.get(found[1] or found[2], ""), value)
-    return env
-
-
-def hash_of(request: Request, world_size: int, rendezvous: str) -> str:
-    """Hash of what has to be equal on all ranks of a job; where each of them runs is left out."""
-    plan = {
-        "version": __version__,
-        "command": [*target_words(request), *request.args],
-        "world_size": world_size,
-        "rendezvous": rendezvous,
-        "config": request.config_hash,
-        "env": dict(request.env),
-        "env_expand": dict(request.env_expand),
-        "interface": request.interface,
-    }
-    text = json.dumps(plan, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _given_threads(env: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, str] | None:
@@ -489,20 +384,15 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _nproc(request: Request) -> tuple[int, str]:
-    if request.nproc is not None:
-        return request.nproc, "--nproc-per-node"
-    if request.config_nproc is not None:
-        return request.config_nproc, f"launch.nproc_per_node in {request.config_path}"
-    return 1, "the default; --nproc-per-node starts more"
+    nproc, nproc_from = asked_nproc(request)
+    return (1, "the default; --nproc-per-node starts more") if nproc is None else (nproc, nproc_from)
 
 
 def _nproc_problems(request: Request, machine: Machine) -> Iterable[str]:
     nproc, nproc_from = _nproc(request)
-    if request.nproc is not None and request.config_nproc not in (None, request.nproc):
-        yield (
-            f"--nproc-per-node {request.nproc} contradicts launch.nproc_per_node: "
-            f"{request.config_nproc} in {request.config_path}; give one of them, or the same number"
-        )
+    contradiction = nproc_contradiction(request)
+    if contradiction is not None:
+        yield contradiction
     elif nproc < 1:
         yield f"{nproc} ranks asked for (by {nproc_from}); it takes at least 1"
     elif nproc > RANKS_PER_CORE_LIMIT * machine.cores and not request.oversubscribe:
@@ -524,18 +414,3 @@ def _nesting_problems(environ: Mapping[str, str]) -> Iterable[str]:
         f"the {world_size} ranks would start its own; for a separate launch run: "
         f"env {unset} odc-launch ..."
     )
-
-
-def parse_signals(names: Iterable[str]) -> tuple[tuple[signal.Signals, ...], list[str]]:
-    """The signals that are passed on, and what is wrong with their names."""
-    problems = []
-    signals = {signal.SIGINT, signal.SIGTERM}
-    for name in names:
-        number = getattr(signal, "SIG" + name.upper().removeprefix("SIG"), None)
-        if not isinstance(number, signal.Signals):
-            problems.append(f"launch.signals: {name!r} is no signal's name (such as USR1)")
-        elif number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
-            problems.append(f"launch.signals: {number.name} cannot be passed on")
-        else:
-            signals.add(number)
-    return tuple(sorted(signals)), problems

@@ -11,14 +11,9 @@ from typing import Any
 
 from odc_launcher.job import JobPlan
 from odc_launcher.memory import memory_warnings, render_memory
-from odc_launcher.plan import (
-    INTERFACE_NAMES,
-    SHOWN_PREFIXES,
-    LaunchPlan,
-    RankPlan,
-    parse_signals,
-)
+from odc_launcher.plan import SHOWN_PREFIXES, LaunchPlan, RankPlan
 from odc_launcher.report import ranges
+from odc_launcher.request import INTERFACE_NAMES, parse_signals
 from odcengine.host.affinity import format_cores
 
 _SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD", re.IGNORECASE)

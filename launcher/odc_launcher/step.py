@@ -18,7 +18,7 @@ from odc_launcher.children import ChildSetup, caught_signals, read_signals
 from odc_launcher.early import EarlySignals
 from odc_launcher.job import JobPlan
 from odc_launcher.local import TERM_GRACE_S
-from odc_launcher.plan import parse_signals
+from odc_launcher.request import parse_signals
 from odcengine.errors import ConfigError
 from odcengine.preemption import REQUEUE_EXIT_CODE
 

@@ -12,7 +12,8 @@ from odc_launcher.arguments import script_problems
 from odc_launcher.caution import placed_warnings, step_warnings, submission_warnings
 from odc_launcher.job import Wish, plan_submission
 from odc_launcher.output import LogFile
-from odc_launcher.plan import Machine, Request
+from odc_launcher.plan import Machine
+from odc_launcher.request import Request
 from odc_launcher.slurm import Shape
 
 REQUEST = Request("train.py")

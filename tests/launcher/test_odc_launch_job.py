@@ -16,8 +16,9 @@ import pytest
 from odc_launcher import mpi, slurm, step
 from odc_launcher.job import plan_mpi, plan_step, plan_submission
 from odc_launcher.placing import Wish, adopted_place, choose_mode, outer_rank, run_name
-from odc_launcher.plan import Machine, Request, make_plan
+from odc_launcher.plan import Machine, make_plan
 from odc_launcher.printing import render, render_job, render_plan
+from odc_launcher.request import Request
 
 from odcengine.errors import ConfigError
 

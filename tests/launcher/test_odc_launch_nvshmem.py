@@ -14,8 +14,9 @@ from fake_host import GPUS, make_host, make_sysfs
 from odc_launcher.job import plan_step, plan_submission
 from odc_launcher.local import ChildSetup
 from odc_launcher.placing import Wish
-from odc_launcher.plan import Machine, Place, Request, make_plan
+from odc_launcher.plan import Machine, Place, make_plan
 from odc_launcher.printing import render_plan
+from odc_launcher.request import Request
 
 from odcengine.errors import ConfigError
 from odcengine.host.host import Host

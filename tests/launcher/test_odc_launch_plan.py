@@ -7,8 +7,9 @@ import signal
 from dataclasses import replace
 
 import pytest
-from odc_launcher.plan import Machine, Request, make_plan
+from odc_launcher.plan import Machine, make_plan
 from odc_launcher.printing import render
+from odc_launcher.request import Request
 
 from odcengine.errors import ConfigError
 
