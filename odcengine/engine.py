@@ -1,8 +1,7 @@
 """The engine: joins transport, sharding and data, and runs the protocol of a minibatch.
 
 ``odcengine.initialize`` (in ``build.py``) makes an :class:`OdcEngine`, which is then called from the user's
-own loop. ``OdcEngine.step`` reads like the protocol in ``docs/protocol.md``: barrier A, collect, agree, clip,
-step, empty the accumulators, publish with flag B.
+own loop. ``OdcEngine.step`` ends a minibatch: barrier A, and from there to flag B ``boundary.py``.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,6 +28,7 @@ from odcengine._garbage import QuietGarbage
 from odcengine._summed_loss import LossFn, SummedLoss
 from odcengine._sums import sum_over_ranks
 from odcengine.balance.online import Work
+from odcengine.boundary import Boundary, Own, Times
 from odcengine.checkpoint.calls import CheckpointCalls
 from odcengine.checkpoint.checkpoints import Checkpoints
 from odcengine.checkpoint.state import Trained
@@ -42,7 +40,7 @@ from odcengine.device import Mark
 from odcengine.errors import CheckpointError, OdcError, UsageError
 from odcengine.evaluation import Evaluation, EvaluationCalls, MakeLoader
 from odcengine.losses import LossSum
-from odcengine.metrics import StepMetrics, whole_or_none, work_of_ranks
+from odcengine.metrics import StepMetrics
 from odcengine.models import find_vocabulary
 from odcengine.monitor import Monitor
 from odcengine.preemption import Preempted, StopRequests
@@ -54,8 +52,6 @@ from odcengine.start import Job
 from odcengine.transport.base import Transport
 
 logger = logging.getLogger(__name__)
-
-_CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
 class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
@@ -138,8 +134,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
         )
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._garbage = QuietGarbage(config.odc.manage_gc)
+        self._boundary = Boundary(sharding, job, optimizer, config.gradient_clipping, self._garbage)
         self._closed = False
-        self._updates = False
         self._first_minibatch: Minibatch | None = None
         self._has_warned_of_step = False
         self._optimizer_hook = optimizer.register_step_pre_hook(
@@ -255,8 +251,10 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
             self._meet(step)
             met = self._device.mark()
         lr = float(self.optimizer.param_groups[0]["lr"])
-        end = self._end_ahead if self._runs_ahead() else self._end_in_turn
-        agreed, applied, boundary_start = end(arrived, met)
+        agreed, applied, times = self._boundary.end(self._own(arrived, met), step)
+        if applied and self.scheduler is not None:
+            with control.phase(Phase.UPDATE):
+                self.scheduler.step()
         blocked = self._sharding.blocked
         metrics = StepMetrics(
             step=step,
@@ -268,7 +266,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
             num_micro_batches=agreed.num_micro_batches,
             busy_s=agreed.busy_s,
             wait_s=agreed.wait_s,
-            boundary_s=time.perf_counter() - boundary_start,
+            boundary_s=time.perf_counter() - times.met_at,
             gather_s=blocked.gather_s,
             push_s=blocked.push_s,
             num_samples=agreed.num_samples,
@@ -353,157 +351,33 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
         if self._equal_counts:
             self._control.check_equal_counts(step, self._micro_batches)
 
-    def _own_sums(self) -> torch.Tensor:
-        """Loss sum, squared norm of the gradient's shard, and faults, on the device."""
-        squared_norm = self._sharding.collect()
-        return torch.cat([self._loss_sum[None], squared_norm[None], self._sharding.faults()])
+    def _own(self, arrived: Mark, met: Mark) -> Own:
+        """What this rank brings to the agreement, which began at ``arrived``; all had met at ``met``."""
+        tally, (minibatch, _) = self._monitor.tally, self._minibatch()
+        return Own(
+            loss_sum=self._loss_sum,
+            count=self._count,
+            num_micro_batches=self._micro_batches,
+            samples=tally.samples,
+            flops=tally.flops,
+            left_early=minibatch is not None and minibatch.left_early,
+            votes=self._checkpoints.votes(),
+            stops=self._stop.vote(),
+            work=tally.work,
+            times=functools.partial(self._times, arrived, met),
+        )
 
-    def _end_in_turn(self, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
-        """Fetch this rank's sums, agree, update, publish: each when the one before is done."""
-        control, device = self._control, self._device
-        with control.phase(Phase.COLLECT):
-            loss_sum, squared_norm, *faults = device.start_fetch(self._own_sums())(control)
-            self._sharding.raise_faults(faults)
-        busy_s, wait_s, boundary_start = self._times(arrived, met)
-        with control.phase(Phase.AGREE):
-            sums, of_ranks, used = self._sum_over_ranks(
-                [loss_sum, squared_norm, *self._known_sums()],
-                [busy_s, wait_s, not math.isfinite(loss_sum), *self._monitor.tally.work],
-            )
-            agreed = _Agreed.of(sums, of_ranks, used)
-        with control.phase(Phase.UPDATE):
-            applied = self._reports_learning(agreed)
-            if applied:
-                self._sharding.expose(agreed.used, self._scale(agreed))
-                self._step_optimizer()
-        with control.phase(Phase.PUBLISH):
-            self._sharding.release()
-            self._sharding.publish(Changed.TRAINABLE if applied else Changed.NONE)
-        self._garbage.collect()
-        return agreed, applied, boundary_start
-
-    def _end_ahead(self, arrived: Mark, met: Mark) -> tuple[_Agreed, bool, float]:
-        """The same with the host ahead of the GPU, which then never waits for the host.
-
-        What all ranks' devices have summed decides on the device: it makes the scale of the gradients, and
-        whether the optimizer's kernels change anything (``found_inf``, as ``torch.amp.GradScaler`` uses it).
-        The host learns of it while the GPU is at the update.
-        """
-        control, device = self._control, self._device
-        with control.phase(Phase.COLLECT):
-            mine = self._own_sums()
-        with control.phase(Phase.AGREE):
-            known, work, used = self._sum_over_ranks(self._known_sums(), self._monitor.tally.work)
-            device.sum_over_ranks(mine)
-            fetch = device.start_fetch(torch.cat([mine, self._loss_sum[None]]))
-        count = known[0]
-        with control.phase(Phase.UPDATE):
-            if count:
-                norm = mine[1].sqrt() / count
-                skip = ~norm.isfinite() | mine[2:].any()
-                scale = torch.ones_like(norm) / count
-                if self.config.gradient_clipping > 0:
-                    scale *= (self.config.gradient_clipping / (norm + _CLIP_EPS)).clamp(max=1.0)
-                self._sharding.expose(used, scale)
-                self._step_optimizer(skip.float())
-        with control.phase(Phase.PUBLISH):
-            self._sharding.release()
-            self._sharding.publish(Changed.TRAINABLE if count else Changed.NONE)
-        self._garbage.collect()
-        with control.phase(Phase.FETCH):
-            loss_sum, squared_norm, *faults, own_loss_sum = fetch(control)
-            self._sharding.raise_faults(faults)
-            busy_s, wait_s, boundary_start = self._times(arrived, met)
-            _, (busy, wait, odd), _ = self._sum_over_ranks(
-                [], [busy_s, wait_s, not math.isfinite(own_loss_sum)]
-            )
-            agreed = _Agreed.of([loss_sum, squared_norm, *known], [busy, wait, odd, *work], used)
-            applied = self._reports_learning(agreed)
-            if applied and self.scheduler is not None:
-                self.scheduler.step()
-        return agreed, applied, boundary_start
-
-    def _runs_ahead(self) -> bool:
-        """Torch's fused optimizers can be told on the device to leave everything as it is."""
-        return self._device.type == "cuda" and getattr(self.optimizer, "_step_supports_amp_scaling", False)
-
-    def _times(self, arrived: Mark, met: Mark) -> tuple[float, float, float]:
-        """Seconds busy and waiting, and when A ended; the marks have passed."""
+    def _times(self, arrived: Mark, met: Mark) -> Times:
+        """What the minibatch took; the marks have passed."""
         device = self._device
         wait_s = device.seconds(arrived, met) + self._sharding.blocked.wait_s
         until_met = self._lead_s + device.seconds(self._start_mark, met)
-        return until_met - wait_s, wait_s, self._started + until_met
+        return Times(until_met - wait_s, wait_s, self._started + until_met)
 
     def _exchange_s(self, blocked: Blocked) -> float:
         for _, end in blocked.exchanges:  # the host has seen each end; its mark follows at once
             self._device.wait_for(end, self._control)
         return sum(self._device.seconds(start, end) for start, end in blocked.exchanges)
-
-    def _known_sums(self) -> list[float]:
-        """What the host of this rank knows without its device; all ranks' are summed."""
-        tally, (minibatch, _) = self._monitor.tally, self._minibatch()
-        left = float(minibatch is not None and minibatch.left_early)
-        return [
-            *(self._count, float(self._micro_batches), tally.samples, tally.flops, left),
-            *self._checkpoints.votes(),
-            self._stop.vote(),
-        ]
-
-    def _sum_over_ranks(
-        self, sums: list[float], of_rank: list[float]
-    ) -> tuple[list[float], list[list[float]], torch.Tensor]:
-        """One small all-reduce of the hosts.
-
-        Args:
-            sums: numbers to be summed.
-            of_rank: numbers that each rank has of its own.
-
-        Returns:
-            The sums; for each of ``of_rank`` those of all ranks; bool for each trainable parameter, whether
-            some rank has a gradient.
-        """
-        world_size, rank = self.topology.world_size, self.topology.rank
-        table = torch.zeros(len(of_rank), world_size, dtype=torch.float64)
-        table[:, rank] = torch.tensor(of_rank, dtype=torch.float64)
-        message = torch.cat([torch.tensor(sums, dtype=torch.float64), table.view(-1), self._sharding.used()])
-        if world_size > 1:
-            work = dist.all_reduce(message, group=self._host_group, async_op=True)
-            self._control.wait_work(work, "the agreement on norm and counts")
-        rest = message[len(sums) :]
-        rows: list[list[float]] = rest[: table.numel()].view(table.shape).tolist()
-        return message[: len(sums)].tolist(), rows, rest[table.numel() :] > 0
-
-    def _reports_learning(self, agreed: _Agreed) -> bool:
-        """Whether there is something to learn; all ranks skip what is not finite, and rank 0 says so."""
-        if agreed.count and math.isfinite(agreed.grad_norm):
-            return True
-        if self.topology.rank == 0:
-            reason = "its gradient is not finite" if agreed.count else "it has nothing to learn"
-            odd = ", ".join(map(str, agreed.odd_losses[:8])) + ", ..." * (len(agreed.odd_losses) > 8)
-            reason += f", nor is the loss of rank {odd}" if odd and agreed.count else ""
-            logger.warning("step %d is skipped on all ranks: %s", self.global_steps, reason)
-        return False
-
-    def _scale(self, agreed: _Agreed) -> float:
-        """One over the count, times the clipping coefficient of ``torch.nn.utils.clip_grad_norm_``."""
-        limit = self.config.gradient_clipping
-        clipping = min(1.0, limit / (agreed.grad_norm + _CLIP_EPS)) if limit > 0 else 1.0
-        return clipping / agreed.count
-
-    def _step_optimizer(self, skip: torch.Tensor | None = None) -> None:
-        """Step optimizer and, unless the device decides whether it counts, scheduler."""
-        optimizer: Any = self.optimizer
-        self._updates = True
-        try:
-            if skip is not None:
-                optimizer.found_inf = skip
-            optimizer.step()
-        finally:
-            self._updates = False
-            if skip is not None:
-                del optimizer.found_inf
-        if skip is None and self.scheduler is not None:
-            self.scheduler.step()
 
     def _start_minibatch(self) -> None:
         self._draw_serial = self._next_serial()
@@ -703,54 +577,10 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
             raise UsageError("the engine is closed; call initialize again for another run")
 
 
-@dataclass(frozen=True)
-class _Agreed:
-    """What all ranks know after the agreement; see :class:`StepMetrics` for most fields."""
-
-    loss_sum: float
-    count: float
-    grad_norm: float
-    num_micro_batches: int
-    busy_s: tuple[float, ...]
-    wait_s: tuple[float, ...]
-    num_samples: int | None
-    tokens: tuple[int, ...] | None
-    work: Work | None
-    flops: float | None
-    used: torch.Tensor  # bool, a trainable parameter each: some rank has a gradient
-    odd_losses: tuple[int, ...]  # ranks whose loss is not finite
-    num_left: int  # ranks that left the loop over their minibatch early
-    votes: list[float]  # on the checkpoint that is being saved
-    stops: int  # ranks that were asked to stop
-
-    @classmethod
-    def of(cls, sums: list[float], of_ranks: list[list[float]], used: torch.Tensor) -> _Agreed:
-        loss_sum, squared_norm, count, micro_batches, samples, flops, left, *votes, stops = sums
-        busy, wait, odd, *rows = of_ranks
-        work = work_of_ranks(rows)
-        return cls(
-            loss_sum=loss_sum,
-            count=count,
-            grad_norm=math.sqrt(squared_norm) / count if count else math.nan,
-            num_micro_batches=round(micro_batches),
-            busy_s=tuple(busy),
-            wait_s=tuple(wait),
-            num_samples=whole_or_none(samples),
-            tokens=None if work is None else tuple(tokens for _, tokens, _ in work),
-            work=work,
-            flops=None if math.isnan(flops) else flops,
-            used=used,
-            num_left=round(left),
-            odd_losses=tuple(rank for rank, is_odd in enumerate(odd) if is_odd),
-            votes=votes,
-            stops=round(stops),
-        )
-
-
 def _refuse_step(reference: weakref.ref[OdcEngine], *_: Any) -> None:
     """``optimizer.step()`` of the script's: it would find no gradients and change nothing, without a word."""
     engine = reference()
-    if engine is None or engine._updates or not engine._micro_batches:
+    if engine is None or engine._boundary.updates or not engine._micro_batches:
         return
     with engine._control.phase(Phase.UPDATE):
         raise UsageError(

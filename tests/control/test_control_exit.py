@@ -15,7 +15,7 @@ from transport.conformance import state
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, pathlib, signal, torch, odcengine
-from odcengine.engine import OdcEngine
+from odcengine.boundary import Boundary
 
 mine = pathlib.Path("pid" + os.environ["RANK"])
 mine.with_suffix(".part").write_text(str(os.getpid()))
@@ -28,16 +28,16 @@ config = {
     "odc": {"transport": "shm", "timeout_s": 60, "wrap": ["Linear"]},
 }
 engine, *_ = odcengine.initialize(config=config, model=model)
-agree = OdcEngine._sum_over_ranks
+agree = Boundary._sum_over_ranks
 
 def stop(self, *args):
-    if os.environ["RANK"] == "1" and self.global_steps == 2:
+    if os.environ["RANK"] == "1" and engine.global_steps == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-    if self.global_steps == 2:  # a short limit from here on: before, all must come along on any machine
+    if engine.global_steps == 2:  # a short limit from here on: before, all must come along on any machine
         self._control.timeout_s = 2.5
     return agree(self, *args)
 
-OdcEngine._sum_over_ranks = stop
+Boundary._sum_over_ranks = stop
 for _ in range(5):
     engine.backward(engine(torch.ones(1, 4)).sum(), count=1)
     engine.step()
