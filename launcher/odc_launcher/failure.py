@@ -111,6 +111,14 @@ def read_ends(log_dir: str) -> list[RankEnd]:
     return sorted(ends, key=lambda end: end.rank)
 
 
+def count_ends(log_dir: str) -> int:
+    """How many ranks have ended, as far as the launchers of a step have stored it."""
+    try:
+        return sum(entry.name.endswith(_END) for entry in os.scandir(log_dir))
+    except OSError:
+        return 0
+
+
 def remove_ends(log_dir: str) -> None:
     """Removes what an earlier launch left of ends and errors.
 

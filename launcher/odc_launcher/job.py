@@ -119,7 +119,7 @@ def plan_step(
         request=request,
         hash=None if where is None else hash_of(request, shape.world_size, where),
         summary=(
-            f"{shape.world_size} ranks on {num_nodes} nodes of {slurm.run_of(environ)} "
+            f"{_count(shape.world_size, 'rank')} on {_count(num_nodes, 'node')} of {slurm.run_of(environ)} "
             f"({shape.source}), rank 0 at {where}, logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
         warnings=(*sharding_warnings(request, num_nodes), *step_warnings(request, environ, shape)),
@@ -159,7 +159,7 @@ def plan_submission(request: Request, wish: Wish, environ: Mapping[str, str], ma
         log_dir=None if request.log_dir is None else log_folder(request, machine),
         request=request,
         hash=None,
-        summary=f"a job of {nodes} nodes with {nproc} ranks each",
+        summary=f"a job of {_count(nodes, 'node')} with {_count(nproc, 'rank')} each",
         warnings=(
             *sharding_warnings(request, nodes),
             *submission_warnings(request, wish.sbatch_args, wish.max_requeues),
@@ -238,7 +238,7 @@ def plan_mpi(
         request=request,
         hash=hash_of(request, nodes * nproc, where),
         summary=(
-            f"{nodes * nproc} ranks by {flavor.name}, rank 0 at {where}, "
+            f"{_count(nodes * nproc, 'rank')} by {flavor.name}, rank 0 at {where}, "
             f"logs in {os.path.relpath(log_dir, machine.cwd)}"
         ),
         warnings=tuple(sharding_warnings(request, nodes)),
@@ -337,3 +337,8 @@ def _check(request: Request, environ: Mapping[str, str], num_nodes: int) -> None
     problems = [*common_problems(request), *value_problems({**environ, **request.env}, job)]
     if problems:
         raise ConfigError(*problems)
+
+
+def _count(number: int, what: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -32,6 +32,7 @@ _GIVEN_UP_PATIENCE_S = (
 _LEFTOVER_PATIENCE_S = 1.0  # for processes that a rank left behind and that are just ending
 _KILL_DEADLINE_S = 10.0
 _POLL_S = 1.0
+_LOOK_S = 0.5  # at a folder that all hosts share
 _LEFTOVER_POLL_S = 0.05
 _READ_BYTES = 64 * 1024
 _DRAIN_BYTES = 4 * 1024 * 1024
@@ -76,6 +77,7 @@ def run(plan: LaunchPlan, early: EarlySignals | None = None) -> failure.Outcome:
             if not launch.start(caught):
                 return failure.Outcome(1, None, stopped=True)
             launch.watch()
+            launch.wait_for_other_hosts()
             return launch.conclude()
         finally:
             launch.close()
@@ -403,6 +405,24 @@ class _Launch:
                     log_start=rank.log.start,
                     ended_by_launcher=True,
                 )
+
+    def wait_for_other_hosts(self) -> None:
+        """Lets ranks elsewhere end that were asked to stop, too, for as long as the grace time.
+
+        SLURM and MPI end all tasks when one ends with another code than 0, as 75 is.
+        """
+        ends = [rank.end for rank in self._ranks if rank.end is not None]
+        if not self._reported_above or any(e.returncode != REQUEUE_EXIT_CODE or e.record for e in ends):
+            return
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        deadline = time.monotonic() + self._plan.grace_s
+        while time.monotonic() < deadline and failure.count_ends(self._plan.log_dir) < self._plan.world_size:
+            poll.poll(_LOOK_S * 1000)
+            numbers = read_signals(self._wakeup)
+            self._asked_by += [number for number in numbers if number in self._plan.preemption]
+            if {signal.SIGINT, signal.SIGTERM} & set(numbers):
+                return
 
     def conclude(self) -> failure.Outcome:
         """Shows the rest of the output, and tells the first failure."""

@@ -191,6 +191,25 @@ def test_exit_code_under_srun_is_the_ranks(cluster: Cluster, tmp_path: Path) -> 
     assert "rank 1 on n2 failed" in err
 
 
+ASKED = """\
+import os, sys, time
+if os.environ["RANK"] == "0":
+    time.sleep(2)
+    print("closed", flush=True)
+sys.exit(75)
+"""
+
+
+def test_a_rank_that_was_asked_to_stop_may_take_longer_than_others(cluster: Cluster, tmp_path: Path) -> None:
+    """SLURM would end it with the first task that ends with another code than 0."""
+    words = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
+    launch = cluster.launch("--log-dir", "logs", write(tmp_path, ASKED))
+    code, _, err = cluster.run(tmp_path, *words, *launch)
+    assert code == 75, err
+    assert (tmp_path / "logs" / "rank0.log").read_text() == "closed\n"
+    assert "all ranks were asked to stop, and ended with 75" in err
+
+
 def test_array_member_is_requeued_by_its_own_name(cluster: Cluster, tmp_path: Path) -> None:
     """User case 3 on a real array: its first member has the array's number."""
     source = "import os, sys\nsys.exit(75 if os.environ['SLURM_ARRAY_TASK_ID'] == '1' else 0)\n"
