@@ -259,7 +259,8 @@ def _start_elsewhere(
     machine = _machine(os.environ, 0, has_rank0=False)
     seed = f"{os.environ.get('SLURM_JOB_ID')} {machine.run_name} {machine.host}"
     port = job_port(seed) if "MASTER_PORT" not in os.environ else _port(os.environ["MASTER_PORT"])
-    name = placing.run_name(os.environ, machine.run_name)
+    outside = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_STEP")}
+    name = placing.run_name(outside, machine.run_name)  # not after the step of a shell of srun
     machine = dataclasses.replace(machine, master_port=port, run_name=name)
 
     def make_plan(request: Request, wish: Wish, environ: Mapping[str, str], machine: Machine) -> JobPlan:

@@ -286,8 +286,12 @@ def _env(request: Request, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _unset(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Ranks of another launch, and a configuration that was not checked, are not passed on."""
-    return tuple(name for name in (*TORCH_NAMES, "ODC_CONFIG", "ODC_ERROR_FILE") if name in environ)
+    """Ranks of another launch, and a configuration that was not checked, are not passed on.
+
+    Nor is the core mask of the one task of a shell of ``srun --pty``, which srun would bind all ranks to.
+    """
+    mask = slurm.CORE_MASK if slurm.CORE_MASK[-1] in environ else ()
+    return tuple(name for name in (*TORCH_NAMES, "ODC_CONFIG", "ODC_ERROR_FILE", *mask) if name in environ)
 
 
 def _mpi_nproc(request: Request, wish: Wish, environ: Mapping[str, str]) -> int:

@@ -20,6 +20,8 @@ _OWN_OPTIONS = {
     "-n": "--nodes and --nproc-per-node of odc-launch",
     "--container-image": "launch.container_image",
 }
+CORE_MASK = ("SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_VERBOSE", "SLURM_CPU_BIND_TYPE")
+"""What srun sets in a task that it has bound. The user's own choice is the first without the others."""
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,12 @@ def test_ranks_of_a_node_see_all_its_gpus(environ: dict[str, str], expected: lis
     assert [word for word in words if word.startswith("--gpu-bind")][-1] == "--gpu-bind=closest"
 
 
+def test_ranks_are_not_bound_to_the_core_of_a_shell_of_srun() -> None:
+    mask = dict.fromkeys(slurm.CORE_MASK, "mask_cpu:0x1")
+    assert plan_step(REQUEST, Wish(), {**TASKS, **mask}, MACHINE).unset == slurm.CORE_MASK
+    assert plan_step(REQUEST, Wish(), {**TASKS, "SLURM_CPU_BIND": "cores"}, MACHINE).unset == ()
+
+
 @pytest.mark.parametrize(
     ("sharding", "transport", "nodes", "warned"),
     [

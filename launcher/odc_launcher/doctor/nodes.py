@@ -41,6 +41,7 @@ _OF_RANKS = (
     "SLURM_GPUS_PER_TASK",
     "SLURM_TRES_PER_TASK",
     "SLURM_NTASKS_PER_GPU",
+    *slurm.CORE_MASK,
 )
 
 
