@@ -449,7 +449,8 @@ class _Launch:
         signals, asked_by = self._plan.preemption, self._asked_once
         preempted = failure.preempted(ends, self._plan.world_size, signals)
         if not self._reported_above:
-            for line in report.report(ends, self._passed_on, preempted):
+            everybody = len(self._ranks) == self._plan.world_size
+            for line in report.report(ends, self._passed_on, preempted, everybody=everybody):
                 self._note(line)
         first = failure.primary(ends)
         code = 0 if first is None else failure.exit_code(first.returncode)

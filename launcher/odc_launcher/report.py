@@ -24,14 +24,19 @@ _HINTS = {
 
 
 def report(
-    ends: Sequence[RankEnd], passed_on: signal.Signals | None = None, preempted: str | None = None
+    ends: Sequence[RankEnd],
+    passed_on: signal.Signals | None = None,
+    preempted: str | None = None,
+    *,
+    everybody: bool = True,
 ) -> list[str]:
     """Tells a launch's failure, line by line; nothing where every rank succeeded.
 
     Args:
-        ends: the end of every rank.
+        ends: the ends of ranks.
         passed_on: the signal that the launcher was sent and passed on before the first failure.
         preempted: what :func:`odc_launcher.failure.preempted` found.
+        everybody: ``ends`` is of all ranks; else those that started the others tell of them.
     """
     first = primary(ends)
     if first is None:
@@ -44,6 +49,13 @@ def report(
             f"as it is: ended with {REQUEUE_EXIT_CODE} to go on from there in a new run"
         ]
     blamed = blamed_rank(first)
+    if blamed is not None and first.record is not None and first.record.kind != HANG and not everybody:
+        failed = ranges(end.rank for end in ends if end.returncode != 0)
+        told = _one_line(first.record.message)
+        return [
+            f"{failed} on {first.host} ended because of rank {blamed}: {told}; its log: "
+            f"{_sibling(first.log_path, blamed)}"
+        ]
     if blamed is not None:
         lines = _of_another(ends, first, blamed)
     else:

@@ -151,6 +151,18 @@ def test_a_rank_that_is_gone_without_a_word_is_named_by_those_that_saw_it(tmp_pa
     assert "  rank 0 saw: rank 9 (host n2, pid 7) died" in killed
 
 
+def test_launches_of_some_ranks_tell_in_a_line_of_a_failure_elsewhere() -> None:
+    """Tasks of the user's own srun: the launch that started the culprit tells the rest."""
+    follows = ErrorRecord("PeerError", "rank 9 (host n2, pid 7) failed: KeyError: 'x'", True, 5.0, 3, 9)
+    ends = [end(rank, 1, 5.0, record=follows) for rank in range(4)]
+    assert report(ends, everybody=False) == [
+        "ranks 0-3 on n1 ended because of rank 9: rank 9 (host n2, pid 7) failed: KeyError: 'x'; "
+        "its log: /none/rank9.log"
+    ]
+    hangs = end(0, 124, 5.0, record=HANGS)  # who has given up a rank tells all that is known
+    assert report([hangs], everybody=False)[0].startswith("rank 1 hangs; rank 0 on n1 has given it up")
+
+
 def test_stacks_that_are_not_there_or_long(tmp_path: Path) -> None:
     path = tmp_path / "stack-rank0.txt"
     assert stack(str(path)) == []
