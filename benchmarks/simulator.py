@@ -231,7 +231,7 @@ def report(path: Path) -> bool:
         cost, speeds = fits[method].cost, fits[method].speeds
         print(f"{method}, costs of its first {len(run.first)} minibatches:")
         print(
-            f"  {cost.per_micro_batch * 1e3:.1f} ms a micro-batch, {cost.linear * 1e6:.0f} us a token, "
+            f"  {cost.overhead * 1e3:.1f} ms a micro-batch, {cost.linear * 1e6:.0f} us a token, "
             f"{cost.quadratic * 1e9:.0f} ns a squared token, speeds {speeds}"
         )
         totals.append(compare("steps", run.step_s, run.predict(fits[method]), details=True))

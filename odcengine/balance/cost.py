@@ -27,20 +27,26 @@ class CostModel:
     Args:
         linear: cost per token (matrix products with weights).
         quadratic: cost per squared token (causal attention).
-        per_micro_batch: cost of a micro-batch whatever is in it (starting kernels, getting parameters).
+        per_micro_batch: cost of a micro-batch whatever is in it (starting kernels, getting parameters). None:
+            not known; it counts as 0 then, but ``dynamic`` does not rely on it.
     """
 
     linear: float
     quadratic: float
-    per_micro_batch: float = 0.0
+    per_micro_batch: float | None = None
 
     def __post_init__(self) -> None:
-        numbers = (self.linear, self.quadratic, self.per_micro_batch)
+        numbers = (self.linear, self.quadratic, self.overhead)
         if not all(0 <= number < math.inf for number in numbers) or not self.linear + self.quadratic > 0:
             raise ValueError(
                 f"cost model: linear={self.linear}, quadratic={self.quadratic} and per_micro_batch="
                 f"{self.per_micro_batch} must be >= 0 and finite, and the first two not both 0"
             )
+
+    @property
+    def overhead(self) -> float:
+        """``per_micro_batch``, 0 where it is not known."""
+        return self.per_micro_batch or 0.0
 
     def __call__(self, lengths: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Costs of sequences, without that of their micro-batches.

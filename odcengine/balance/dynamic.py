@@ -12,6 +12,8 @@ later than the best plan (Graham, 1969); it ended 3% later with 4 samples a rank
 
 Every bundle costs what a micro-batch costs besides its samples. A share is cut as finely as its rank still
 ends within 2% of the plan; where that allows no cut, it stays in micro-batches as full as the limits allow.
+While that cost is not known yet, that of tokens which hide a micro-batch's traffic is assumed: on GPUs with
+a slow host, cuts that were taken to be free made steps up to 2.9 times as long (``benchmarks/gpu.md``).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from odcengine.balance.cost import CostModel
 from odcengine.balance.packing import Group, Limits, first_fit
 
 _LATER = 50  # ranks may end by this part of the plan's time later than planned
@@ -33,7 +36,8 @@ def make_bundles(
     costs: Sequence[int],
     limits: Limits,
     paces: Sequence[int],
-    per_micro_batch: int = 0,
+    per_micro_batch: int,
+    per_cut: int,
 ) -> list[Group]:
     """Cut the shares of a plan into bundles, in the order in which they are drawn.
 
@@ -45,6 +49,7 @@ def make_bundles(
         limits: of a micro-batch; a sample alone fits.
         paces: time per cost of each rank.
         per_micro_batch: what a micro-batch costs besides its samples.
+        per_cut: what one more micro-batch is taken to cost, ``per_micro_batch`` or more.
 
     Returns:
         Positions of samples, each in exactly one bundle.
@@ -52,7 +57,7 @@ def make_bundles(
     loads = [sum([costs[sample] for sample in share]) for share in shares]
     fewest = [first_fit(share, limits) for share in shares]
     planned_end = max(
-        (load + len(bundles) * per_micro_batch) * pace
+        (load + len(bundles) * per_cut) * pace
         for load, bundles, pace in zip(loads, fewest, paces, strict=True)
     )
     end = planned_end + planned_end // _LATER
@@ -62,7 +67,7 @@ def make_bundles(
         if len(bundles) < len(share):
             for parts in _PARTS:
                 finer = _cut(share, costs, limits, mean // parts)
-                if (load + len(finer) * per_micro_batch) * pace <= end:
+                if (load + len(finer) * per_cut) * pace <= end:
                     bundles = finer
                     break
         with_costs = [(sum([costs[sample] for sample in bundle]), bundle) for bundle in bundles]
@@ -81,7 +86,7 @@ def _cut(share: Group, costs: Sequence[int], limits: Limits, smallest: int) -> l
     2,048 tokens, samples are put together in any case; the latter so that computation hides what the
     micro-batch moves. With a limit below that nothing hides it, and a third of the limit is enough.
     """
-    hiding = _HIDING_TOKENS if limits.most_tokens > _HIDING_TOKENS else limits.most_tokens // 3
+    hiding = _hiding_tokens(limits)
     left = sum([costs[sample] for sample in share])
     bundles: list[Group] = []
     cost, tokens, before = 0, 0, 0  # of the last bundle, and tokens of the one before
@@ -101,6 +106,21 @@ def _cut(share: Group, costs: Sequence[int], limits: Limits, smallest: int) -> l
         if limits.allow(before + tokens, len(merged)):
             bundles[-2:] = [merged]
     return bundles
+
+
+def cost_of_a_cut(cost: object, limits: Limits) -> float:
+    """What one more micro-batch is taken to cost, in the unit of ``cost``.
+
+    Where a cost model does not know it, as much as the tokens that hide a micro-batch's traffic.
+    """
+    if not isinstance(cost, CostModel):
+        return 0.0
+    return cost.linear * _hiding_tokens(limits) if cost.per_micro_batch is None else cost.per_micro_batch
+
+
+def _hiding_tokens(limits: Limits) -> int:
+    """Tokens of a micro-batch that hide its traffic; with a lower limit nothing does, a third is enough."""
+    return _HIDING_TOKENS if limits.most_tokens > _HIDING_TOKENS else limits.most_tokens // 3
 
 
 def deal_out(costs: Sequence[int], paces: Sequence[int]) -> list[list[int]]:

@@ -220,7 +220,7 @@ class OnlineCost:
 
 
 def _numbers_of(cost: CostModel) -> list[float]:
-    return [cost.linear, cost.quadratic, cost.per_micro_batch]
+    return [cost.linear, cost.quadratic, cost.overhead]
 
 
 class _Step:
@@ -262,7 +262,7 @@ def _fit(prior: CostModel, steps: Sequence[_Step], num_ranks: int, min_steps: in
     if not measured.any():
         return Fit(prior, (1.0,) * num_ranks, 0, 0.0)
     columns, scales = _columns(prior, work, seconds, measured)
-    expected = np.array([prior.per_micro_batch, prior.linear, prior.quadratic]) / scales[:3]
+    expected = np.array([prior.overhead, prior.linear, prior.quadratic]) / scales[:3]
     theta: Coefficients = tuple(expected.tolist())
     speeds = np.ones(num_ranks)
     error = 1.0

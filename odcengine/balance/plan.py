@@ -41,6 +41,7 @@ import numpy.typing as npt
 
 from odcengine.balance.assign import TOLERANCE, lower_bound, paces_of
 from odcengine.balance.cost import CostModel
+from odcengine.balance.dynamic import cost_of_a_cut
 from odcengine.balance.packing import Group, Limits
 from odcengine.balance.strategies import dynamic, lb_micro, lb_mini, local_sort
 
@@ -243,11 +244,15 @@ def make_plan(
     lengths = list(map(int, lengths))
     _check_arguments(lengths, num_ranks, strategy, max_tokens, max_samples, speeds)
     cost = cost or CostModel.default()
-    per_micro_batch = cost.per_micro_batch if isinstance(cost, CostModel) else 0.0
+    per_micro_batch = cost.overhead if isinstance(cost, CostModel) else 0.0
     costs = np.asarray(cost(lengths), dtype=np.float64) if lengths else np.zeros(0)
     limits = Limits(lengths, max_tokens, max_samples)
     weights = _integer_weights(costs + per_micro_batch * limits.share_of_group())
     paces = paces_of(speeds or [1.0] * num_ranks)
+
+    def scaled(value: float) -> int:
+        return round(value / costs.max() * _LARGEST_WEIGHT) if lengths else 0
+
     if strategy == "local_sort":
         ranks = local_sort(weights, limits, num_ranks)
     elif strategy == "lb_micro":
@@ -258,7 +263,8 @@ def make_plan(
             limits,
             paces,
             costs=_integer_weights(costs),
-            per_micro_batch=round(per_micro_batch / costs.max() * _LARGEST_WEIGHT) if lengths else 0,
+            per_micro_batch=scaled(per_micro_batch),
+            per_cut=scaled(cost_of_a_cut(cost, limits)),
             tolerance=tolerance,
             use_numpy=use_numpy,
         )

@@ -154,14 +154,16 @@ def dynamic(
     *,
     costs: list[int],
     per_micro_batch: int,
+    per_cut: int,
     tolerance: float,
     use_numpy: bool | None,
 ) -> list[list[Group]]:
     """Bundles to be drawn, given to those who draw them if all costs are right.
 
-    ``costs`` are those of the samples alone, ``weights`` with a part of their micro-batch's.
+    ``costs`` are those of the samples alone, ``weights`` with a part of their micro-batch's; ``per_cut`` is
+    what one more micro-batch is taken to cost.
     """
     shares = assign(weights, paces, tolerance=tolerance, use_numpy=use_numpy)
-    bundles = make_bundles(shares, costs, limits, paces, per_micro_batch)
+    bundles = make_bundles(shares, costs, limits, paces, per_micro_batch, per_cut)
     drawn = deal_out([_weight(costs, bundle) + per_micro_batch for bundle in bundles], paces)
     return _rising([[bundles[number] for number in of_rank] for of_rank in drawn])

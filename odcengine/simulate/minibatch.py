@@ -78,7 +78,7 @@ class Machine:
             work_s: seconds that their sequences take a rank of speed 1, any shape.
             speeds: of their ranks, same shape.
         """
-        return np.maximum((work_s + self.cost.per_micro_batch) / speeds, self.traffic_s)
+        return np.maximum((work_s + self.cost.overhead) / speeds, self.traffic_s)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,21 @@ def test_nothing_is_cut_where_a_micro_batch_costs_too_much() -> None:
     assert [len(bundle) for bundle in drawn.bundles] == [2, 2, 1, 1, 1, 1]
 
 
+def test_nothing_is_cut_on_the_strength_of_a_cost_that_is_not_known() -> None:
+    """Seen on two GPUs before costs were learned: 8 micro-batches took 1.25 times as long as 4."""
+    lengths, cost = [7271, 4908, 6495, 3578, 4562, 8221, 9415, 11_027], CostModel(1.2e10, 2.4e5)
+    options: dict[str, Any] = {"num_ranks": 2, "max_tokens": 16_984}
+    bundles = {
+        fixed: make_plan(
+            lengths, strategy="dynamic", cost=dataclasses.replace(cost, per_micro_batch=fixed), **options
+        ).bundles
+        for fixed in (None, 0.0)
+    }
+    planned = make_plan(lengths, strategy="lb_mini", cost=cost, **options)
+    assert len(bundles[None]) == sum(map(len, planned.micro_batches)) == 4
+    assert len(bundles[0.0]) == 8
+
+
 def test_bundles_are_small_at_the_end_and_not_too_many() -> None:
     generator = random.Random(0)
     lengths = [int(min(65535, generator.lognormvariate(9.4, 0.8))) + 1 for _ in range(32 * 16)]
@@ -261,9 +276,12 @@ def test_trains_as_with_a_plan_and_every_sample_once(
     for a, b in zip(drawn, planned, strict=True):
         assert a["losses"] == pytest.approx(b["losses"], rel=1e-12)
         assert torch.allclose(a["weights"], b["weights"], rtol=0, atol=1e-12)
-    for of_ranks in zip(*(result["numbers"] for result in drawn), strict=True):
-        assert of_ranks[0] <= 1  # the slow one has drawn least: others took what it had no time for
-        assert sum(of_ranks) > world_size * of_ranks[0], of_ranks
+    steps = list(zip(*(result["numbers"] for result in drawn), strict=True))
+    assert all(of_ranks[0] <= 1 for of_ranks in steps)
+    # The slow one has drawn least: others took what it had no time for, where there was more than one each.
+    plenty = [of_ranks for of_ranks in steps if sum(of_ranks) > world_size]
+    assert len(plenty) >= len(steps) * 2 // 3
+    assert all(sum(of_ranks) > world_size * of_ranks[0] for of_ranks in plenty), steps
 
 
 def _count(rank: int, world_size: int) -> list[int]:

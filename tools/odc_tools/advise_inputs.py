@@ -317,7 +317,7 @@ def read_speed(options: argparse.Namespace, model: Model, sequences: Sequences) 
         achieved = model.cost.linear / cost.linear / 1e12
         origin = (
             f"fitted to {fit.num_steps} steps of {run.path} on {run.num_ranks} ranks ({fit.error:.1%} off): "
-            f"{achieved:.3g} TFLOP/s a rank, {cost.per_micro_batch * 1e3:.3g} ms a micro-batch, boundary "
+            f"{achieved:.3g} TFLOP/s a rank, {cost.overhead * 1e3:.3g} ms a micro-batch, boundary "
             f"{boundary_s * 1e3:.3g} ms"
         )
         if abs(math.log(run.mean_length / float(sequences.pool.mean()))) > math.log(1.1):

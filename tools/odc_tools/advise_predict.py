@@ -153,7 +153,7 @@ def predict(
     outcomes: dict[Method, list[Outcome]] = {method: [] for method in METHODS}
     bounds: list[float] = []
     tokens, crowded = 0, 0
-    fixed_s = max(machine.cost.per_micro_batch, machine.traffic_s / _PART_OF_TRAFFIC)
+    fixed_s = max(machine.cost.overhead, machine.traffic_s / _PART_OF_TRAFFIC)
     bundled = dataclasses.replace(machine.cost, per_micro_batch=fixed_s)
     for number in range(minibatches):
         lengths = sequences.draw(number, count)
