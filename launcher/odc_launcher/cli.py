@@ -187,7 +187,7 @@ def _start_here(
     only_shown = options.plan is not None or options.dry_run
     if machine.port_problem is not None and not only_shown:
         raise ConfigError(machine.port_problem)
-    for warning in plan.warnings if first else ():
+    for warning in plan.warnings if first and options.plan != "text" else ():  # it has them
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if only_shown:
         if options.plan is None:
@@ -275,7 +275,7 @@ def _start_elsewhere(
         return job.plan_mpi(request, wish, environ, machine, flavor, program, address_of)
 
     plan = make_plan(request, wish, os.environ, machine)
-    for warning in plan.warnings:
+    for warning in plan.warnings if options.plan != "text" else ():  # it has them
         print(f"odc-launch: warning: {warning}", file=sys.stderr)
     if options.plan is not None:
         env = {**os.environ, **plan.env}

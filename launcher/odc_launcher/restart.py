@@ -114,7 +114,8 @@ def healthy_environ(
         "SLURM_TASKS_PER_NODE": ",".join(map(str, counts)),
     }
     changed |= {name: value for name, value in asked.items() if name in environ}
-    return {**environ, **changed}, tuple(host for host in hosts if host in bad)
+    kept = {name: value for name, value in environ.items() if name != "SLURM_GPUS"}  # srun would ask for all
+    return {**kept, **changed}, tuple(host for host in hosts if host in bad)
 
 
 def _is_gone(state: str) -> bool:

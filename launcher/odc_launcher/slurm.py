@@ -95,6 +95,7 @@ def allocation_shape(environ: Mapping[str, str], nproc: int | None, nproc_from: 
     if num_tasks is None or (tasks is not None and set(tasks) == {1}):  # one task a node, nproc ranks each
         if nproc is None:
             nproc, nproc_from = gpus_per_node(environ)
+            _check_equal_gpus(environ, nproc, num_nodes)
         count = 1 if nproc is None else nproc
         told = nproc_from if nproc is not None or num_tasks is None else source
         return Shape(tuple(hosts), (1,) * num_nodes, num_nodes, count, told)
@@ -157,6 +158,16 @@ def gpus_per_node(environ: Mapping[str, str]) -> tuple[int | None, str]:
         if count.isdecimal() and int(count) > 0:
             return int(count), f"{name}={environ[name]}"
     return None, "the default; --nproc-per-node starts more"
+
+
+def _check_equal_gpus(environ: Mapping[str, str], nproc: int | None, num_nodes: int) -> None:
+    """``--gpus=12`` may be 8 on one node and 4 on the other, which only that one's own variables tell."""
+    total = environ.get("SLURM_GPUS", "").rpartition(":")[2]
+    if nproc is not None and total.isdecimal() and int(total) != nproc * num_nodes:
+        raise ConfigError(
+            f"SLURM_GPUS={environ['SLURM_GPUS']} on {num_nodes} nodes, of which this one has {nproc}: the "
+            "others have other numbers; ask for --gpus-per-node, or for a task a GPU (--ntasks-per-gpu=1)"
+        )
 
 
 def srun_argv(

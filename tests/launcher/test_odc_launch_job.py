@@ -269,6 +269,7 @@ def test_expansion_happens_only_where_asked_for() -> None:
         ({**ALLOCATION}, 4, (1, 1), 4, 8),
         ({**ALLOCATION, "SLURM_GPUS_PER_NODE": "a100:8"}, None, (1, 1), 8, 16),
         ({**ALLOCATION, "SLURM_GPUS_ON_NODE": "2"}, None, (1, 1), 2, 4),
+        ({**ALLOCATION, "SLURM_GPUS": "4", "SLURM_GPUS_ON_NODE": "2"}, None, (1, 1), 2, 4),
         (  # as for torchrun: one task a node
             {**ALLOCATION, "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "8"},
             None,
@@ -328,6 +329,11 @@ def test_hostfile_gives_order_and_counts(tmp_path: Path) -> None:
         ({**ALLOCATION, "SLURM_NTASKS": "x"}, None, ["SLURM_NTASKS='x' is not understood"]),
         ({**ALLOCATION, "SLURM_NTASKS": "1"}, None, ["SLURM_NTASKS=1 is less than the job's 2 nodes"]),
         ({**ALLOCATION, "SLURM_NTASKS": "0"}, None, ["SLURM_NTASKS='0' is no whole number"]),
+        (
+            {**ALLOCATION, "SLURM_GPUS": "h200:12", "SLURM_GPUS_ON_NODE": "8"},
+            None,
+            ["SLURM_GPUS=h200:12 on 2 nodes, of which this one has 8", "--gpus-per-node"],
+        ),
         ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, None, ["the job has 2 components (SLURM_HET_SIZE)"]),
         ({"SLURM_JOB_ID": "7"}, None, ["neither SLURM_JOB_NODELIST nor SLURM_NNODES"]),
     ],

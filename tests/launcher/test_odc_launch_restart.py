@@ -93,6 +93,7 @@ def test_nodes_that_are_left() -> None:
         "SLURM_NNODES": "3",
         "SLURM_NTASKS": "10",
         "SLURM_TASKS_PER_NODE": "4(x2),2",
+        "SLURM_GPUS": "10",
         "OTHER": "x",
     }
     hosts = ("n1", "n2", "n3")
