@@ -112,13 +112,23 @@ class Tally:
 
     Args:
         lengths: tokens of each sample of the loader's data set; None where it knows none.
+        sequences: tokens of each sequence, and the number of each sample's first one and the end, where
+            samples hold several.
         has_loader: whether micro-batches come from the engine's loader. Without one, only a ``MicroBatch``
             tells what is in it.
         flops_of: model FLOP of sequences given by their lengths, or None.
     """
 
-    def __init__(self, lengths: Lengths | None, *, has_loader: bool, flops_of: FlopsOf | None) -> None:
+    def __init__(
+        self,
+        lengths: Lengths | None,
+        *,
+        sequences: tuple[Lengths, Lengths] | None = None,
+        has_loader: bool,
+        flops_of: FlopsOf | None,
+    ) -> None:
         self._lengths = lengths
+        self._sequences = sequences
         self._has_loader = has_loader
         self._flops_of = flops_of
         self.reset()
@@ -146,9 +156,17 @@ class Tally:
             return
         if self._is_evaluated:
             self._handed.clear()
-        lengths = None if self._lengths is None else self._lengths[list(sample_ids)]
-        self._handed.append((len(sample_ids), lengths))
+        self._handed.append((len(sample_ids), self._lengths_of(sample_ids)))
         self._is_evaluated = not has_gradients
+
+    def _lengths_of(self, sample_ids: Sequence[int]) -> Lengths | None:
+        if self._lengths is None:
+            return None
+        if self._sequences is None:
+            return self._lengths[list(sample_ids)]
+        lengths, firsts = self._sequences
+        none = np.zeros(0, dtype=np.int64)
+        return np.concatenate([none, *(lengths[firsts[index] : firsts[index + 1]] for index in sample_ids)])
 
     def balanced(self, seconds: float, lengths: Lengths) -> None:
         """``engine.balance`` hands out a micro-batch of samples of these lengths: none for a stand-in.

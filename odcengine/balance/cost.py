@@ -58,7 +58,18 @@ class CostModel:
             float64 of shape ``[n]``.
         """
         tokens = np.asarray(lengths, dtype=np.float64)
-        return self.linear * tokens + self.quadratic * (tokens * tokens)
+        return self.of(tokens, tokens * tokens)
+
+    def of(
+        self, tokens: npt.NDArray[np.float64], squares: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Costs of samples that may hold several sequences, between which there is no attention.
+
+        Args:
+            tokens: of each sample, shape ``[n]``.
+            squares: sum of the squared lengths of each sample's sequences, shape ``[n]``.
+        """
+        return self.linear * tokens + self.quadratic * squares
 
     @classmethod
     def from_shape(

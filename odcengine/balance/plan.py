@@ -216,6 +216,7 @@ def make_plan(
     max_samples: int | None = None,
     cost: Costs | None = None,
     speeds: Sequence[float] | None = None,
+    squares: npt.NDArray[np.float64] | None = None,
     tolerance: float = TOLERANCE,
     use_numpy: bool | None = None,
 ) -> Plan:
@@ -231,6 +232,8 @@ def make_plan(
         max_samples: limit of samples in a micro-batch; None for no limit.
         cost: costs of sequences from their lengths; :meth:`CostModel.default` if None.
         speeds: relative speed of each rank, > 0; None for equal ones. ``local_sort`` takes no notice.
+        squares: of samples that hold several sequences, the sum of their squared lengths; None where each is
+            one. A ``cost`` that is no :class:`CostModel` takes no notice.
         tolerance: how far above the bound is near enough for ``lb_mini``, as a share of it.
         use_numpy: whether ``lb_mini`` searches and packs with numpy; None for where that is faster. The plan
             is the same.
@@ -245,7 +248,7 @@ def make_plan(
     _check_arguments(lengths, num_ranks, strategy, max_tokens, max_samples, speeds)
     cost = cost or CostModel.default()
     per_micro_batch = cost.overhead if isinstance(cost, CostModel) else 0.0
-    costs = np.asarray(cost(lengths), dtype=np.float64) if lengths else np.zeros(0)
+    costs = np.asarray(_costs_of(cost, lengths, squares), dtype=np.float64) if lengths else np.zeros(0)
     limits = Limits(lengths, max_tokens, max_samples)
     weights = _integer_weights(costs + per_micro_batch * limits.share_of_group())
     paces = paces_of(speeds or [1.0] * num_ranks)
@@ -290,6 +293,14 @@ def make_plan(
         speeds=() if speeds is None or set(speeds) == {1.0} else tuple(map(float, speeds)),
         lengths=tuple(lengths),
     )
+
+
+def _costs_of(
+    cost: Costs, lengths: list[int], squares: npt.NDArray[np.float64] | None
+) -> npt.NDArray[np.float64]:
+    if squares is None or not isinstance(cost, CostModel):
+        return cost(lengths)
+    return cost.of(np.asarray(lengths, dtype=np.float64), squares)
 
 
 def _check_arguments(

@@ -4,6 +4,9 @@ On disk a data set is a directory of two files:
 
 ``samples.arrow``    Arrow IPC file with a row a sample: ``input_ids`` (large_list<uint32>), ``loss_mask``
                      (large_list<uint8>, 1 where the token is to be learned) and ``num_targets`` (int64).
+                     Where samples are groups of sequences (preference pairs), these follow each other in
+                     ``input_ids``, and ``sequence_lengths`` (large_list<int64>) says where they end;
+                     ``ref_logprobs`` (large_list<double>) has a number for each sequence, if they are known.
                      Not compressed, so that it is read where it lies. Any reader of Arrow opens it.
 ``meta.json``        format, version, totals, largest token id, size of the Arrow file in bytes, and where the
                      samples came from (``odc prepare`` says it; null otherwise)
@@ -14,7 +17,6 @@ It is written under a temporary name and renamed at the end, so an interrupted w
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import json
 import os
 import secrets
@@ -27,98 +29,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odcengine.data.token_batch import (
+    IntArray,
+    TokenBatch,
+    TokenSequence,
+    arrow_batch,
+    arrow_schema,
+    check_sample,
+    read_arrow_batch,
+)
 from odcengine.errors import ConfigError, UsageError
 
+__all__ = ["HELD_OUT", "DatasetWriter", "TokenBatch", "TokenDataset", "check_sample", "is_dataset"]
+
 _FORMAT = "odcengine-tokens"
-_VERSION = 2
+_VERSION, _VERSION_OF_SEQUENCES = 2, 3  # the second has further columns, which the first's readers miss
 HELD_OUT = "held_out"
 _META, _SAMPLES = "meta.json", "samples.arrow"
 _TOKENS_PER_RECORD_BATCH = 2**20  # of the Arrow file: few enough batches to list, small enough to hold
 _SAMPLES_PER_RECORD_BATCH = 2**16
-_TOKEN = np.dtype(np.uint32)
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenBatch:
-    """Samples one after the other: what is written at once, and what a piece of a data set is made of.
-
-    Args:
-        tokens: uint32 ``[n]``, the tokens of all samples.
-        loss_mask: uint8 ``[n]``, 1 where the token is to be learned.
-        offsets: int64 ``[num_samples + 1]``, where each sample starts; from 0 to ``n``.
-
-    Raises:
-        UsageError: arrays that do not fit together, or a sample without tokens.
-    """
-
-    tokens: npt.NDArray[np.uint32]
-    loss_mask: npt.NDArray[np.uint8]
-    offsets: npt.NDArray[np.int64]
-
-    def __post_init__(self) -> None:
-        tokens, mask, offsets = self.tokens, self.loss_mask, self.offsets
-        if not len(offsets) or offsets[0] != 0 or not len(tokens) == len(mask) == offsets[-1]:
-            raise UsageError(
-                f"TokenBatch: {len(tokens)} tokens, {len(mask)} mask entries and offsets {offsets[:1]}..."
-                f"{offsets[-1:]} do not fit together; offsets run from 0 to the number of tokens"
-            )
-        if (self.lengths < 1).any():
-            raise UsageError(f"TokenBatch: sample {int(np.argmin(self.lengths))} has no tokens")
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample, int64 ``[num_samples]``."""
-        return np.diff(self.offsets)
-
-    def count_targets(self) -> npt.NDArray[np.int64]:
-        """Tokens to be learned of each sample, without its first token; int64 ``[num_samples]``."""
-        if not len(self):
-            return np.zeros(0, dtype=np.int64)
-        learned = (self.loss_mask != 0).astype(np.int64)
-        counts: npt.NDArray[np.int64] = (
-            np.add.reduceat(learned, self.offsets[:-1]) - learned[self.offsets[:-1]]
-        )
-        return counts
-
-    def take(self, chosen: npt.NDArray[np.bool_]) -> TokenBatch:
-        """Some of the samples.
-
-        Args:
-            chosen: bool ``[num_samples]``.
-        """
-        of_tokens = np.repeat(chosen, self.lengths)
-        ends = np.cumsum(self.lengths[chosen])
-        return TokenBatch(self.tokens[of_tokens], self.loss_mask[of_tokens], np.concatenate([[0], ends]))
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> TokenBatch:
-        """A batch of samples given as pairs of tokens (uint32) and loss mask (uint8)."""
-        return cls(
-            np.concatenate([np.zeros(0, _TOKEN), *(tokens for tokens, _ in pairs)]),
-            np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in pairs)]),
-            np.cumsum([0, *(len(tokens) for tokens, _ in pairs)], dtype=np.int64),
-        )
-
-    @classmethod
-    def join(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
-        """The samples of several batches in one."""
-        if len(batches) == 1:
-            return batches[0]
-        lengths = [np.zeros(1, np.int64), *(batch.lengths for batch in batches)]
-        return cls(
-            np.concatenate([np.zeros(0, _TOKEN), *(batch.tokens for batch in batches)]),
-            np.concatenate([np.zeros(0, np.uint8), *(batch.loss_mask for batch in batches)]),
-            np.cumsum(np.concatenate(lengths)),
-        )
 
 
 class TokenDataset:
     """A map-style data set of token sequences with loss masks.
 
     ``dataset[i]`` is ``{"input_ids": uint32 [l], "loss_mask": bool [l]}``; the tokens are a view of the file.
+    Where samples are groups of sequences it is ``{"sequences": [...]}`` with such a mapping for each, which
+    may have a number ``ref_logprobs`` beside.
     A target is a token that is to be learned and that another token of the same sample precedes.
 
     Args:
@@ -147,6 +84,15 @@ class TokenDataset:
             else num_targets
         )
         """Positions with a target of each sample, int64 ``[num_samples]``."""
+        self.sequences: tuple[IntArray, IntArray] | None = None
+        """Tokens of each sequence, int64 ``[num_sequences]``, and the number of each sample's first one and
+        the end, int64 ``[num_samples + 1]``; None where each sample is one sequence."""
+        if any(batch.starts is not None for batch in self._batches):
+            counts = [np.diff(batch.first_sequences) for batch in self._batches]
+            self.sequences = (
+                np.concatenate([np.diff(batch.sequence_starts) for batch in self._batches]),
+                np.cumsum(np.concatenate([[0], *counts])),
+            )
         self.metadata: dict[str, Any] = dict(metadata or {})
         """What ``meta.json`` says; empty in memory."""
         self._path = path
@@ -160,14 +106,12 @@ class TokenDataset:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
         index %= len(self)
         which = bisect.bisect_right(self._firsts, index) - 1
-        batch, row = self._batches[which], index - self._firsts[which]
-        piece = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
-        return {"input_ids": batch.tokens[piece], "loss_mask": batch.loss_mask[piece] != 0}
+        return self._batches[which].sample(index - self._firsts[which])
 
     @property
     def num_tokens(self) -> int:
@@ -202,7 +146,8 @@ class TokenDataset:
         Args:
             samples: as :meth:`write` takes them.
         """
-        return cls([TokenBatch.of(list(_checked(samples)))])
+        checked = list(_checked(samples))
+        return cls([_batch_of(checked)])
 
     @classmethod
     def write(cls, path: str | os.PathLike[str], samples: Iterable[Mapping[str, Any]]) -> TokenDataset:
@@ -214,7 +159,8 @@ class TokenDataset:
             path: the directory to make.
             samples: mappings with ``input_ids`` (1-D integers >= 0, at least one) and optionally
                 ``loss_mask`` (same length) or ``labels`` (same length, equal to ``input_ids`` or -100).
-                Without either, every token is to be learned.
+                Without either, every token is to be learned. Or mappings with ``sequences``, a list of these
+                that stay together, each of which may have a number ``ref_logprobs``.
 
         Returns:
             The data set as :meth:`open` gives it.
@@ -225,13 +171,13 @@ class TokenDataset:
                 and is no data set.
         """
         with DatasetWriter(path) as writer:
-            pairs: list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]] = []
-            for pair in _checked(samples):
-                pairs.append(pair)
-                if len(pairs) == 256:
-                    writer.add(TokenBatch.of(pairs))
-                    pairs = []
-            writer.add(TokenBatch.of(pairs))
+            waiting: list[tuple[bool, list[TokenSequence]]] = []
+            for sample in _checked(samples):
+                waiting.append(sample)
+                if len(waiting) == 256:
+                    writer.add(_batch_of(waiting))
+                    waiting = []
+            writer.add(_batch_of(waiting))
             writer.finish()
         return cls.open(path)
 
@@ -256,10 +202,10 @@ class TokenDataset:
             ) from error
         if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
             raise ConfigError(f"{path}: not a data set of odcengine (meta.json is not of format {_FORMAT})")
-        if meta.get("version") != _VERSION:
+        if meta.get("version") not in (_VERSION, _VERSION_OF_SEQUENCES):
             raise ConfigError(
-                f"{path}: a data set of version {meta.get('version')}, but this odcengine reads version "
-                f"{_VERSION}; prepare it again"
+                f"{path}: a data set of version {meta.get('version')}, but this odcengine reads versions "
+                f"{_VERSION} and {_VERSION_OF_SEQUENCES}; prepare it again"
             )
         try:
             size = (path / _SAMPLES).stat().st_size
@@ -299,7 +245,6 @@ class DatasetWriter:
             raise UsageError(f"{self.path} exists and is no data set of odcengine; choose another name")
         arrow = import_pyarrow()
         self._arrow = arrow
-        self._schema = _schema(arrow)
         # Behind a link, the data set is replaced and not the link.
         self._target = Path(os.path.realpath(self.path))
         self._temporary = _beside(self._target, "tmp")
@@ -309,7 +254,8 @@ class DatasetWriter:
             raise ConfigError(f"{self.path} cannot be made: {error.strerror or error}") from error
         self.held_out_path = self._temporary / HELD_OUT
         """Where a second data set, :data:`HELD_OUT`, is written that gets its name with this one."""
-        self._writer = arrow.ipc.new_file(str(self._temporary / _SAMPLES), self._schema)
+        self._columns: tuple[str, ...] | None = None  # the first samples say which
+        self._writer: Any = None
         self._pending: list[TokenBatch] = []
         self._num_pending = (0, 0)
         self.num_samples = 0
@@ -329,6 +275,14 @@ class DatasetWriter:
         """Append samples."""
         if not len(batch):
             return
+        if self._columns is None:
+            self._columns = batch.columns
+        elif batch.columns != self._columns:
+            names = [", ".join(columns) or "tokens only" for columns in (batch.columns, self._columns)]
+            raise UsageError(
+                f"{self.path}: samples with {names[0]} follow samples with {names[1]}; a data set holds one "
+                "kind of samples"
+            )
         self._pending.append(batch)
         self.num_samples += len(batch)
         samples, tokens = self._num_pending
@@ -343,10 +297,10 @@ class DatasetWriter:
             source: where the samples came from, for ``meta.json``; what JSON can hold.
         """
         self._flush()
-        self._writer.close()
+        self._open().close()
         meta = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": _VERSION_OF_SEQUENCES if self._columns else _VERSION,
             "num_samples": self.num_samples,
             "num_tokens": self._num_tokens,
             "num_targets": self._num_targets,
@@ -366,19 +320,19 @@ class DatasetWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        batch, arrow = TokenBatch.join(self._pending), self._arrow
+        batch = TokenBatch.join(self._pending)
         num_targets = batch.count_targets()
-        offsets = arrow.array(batch.offsets)
-        columns = [
-            arrow.LargeListArray.from_arrays(offsets, arrow.array(batch.tokens)),
-            arrow.LargeListArray.from_arrays(offsets, arrow.array(batch.loss_mask)),
-            arrow.array(num_targets),
-        ]
-        self._writer.write_batch(arrow.record_batch(columns, schema=self._schema))
+        self._open().write_batch(arrow_batch(self._arrow, batch, num_targets))
         self._num_tokens += len(batch.tokens)
         self._num_targets += int(num_targets.sum())
         self._max_token_id = max(self._max_token_id, int(batch.tokens.max()))
         self._pending, self._num_pending = [], (0, 0)
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            schema = arrow_schema(self._arrow, self._columns or ())
+            self._writer = self._arrow.ipc.new_file(str(self._temporary / _SAMPLES), schema)
+        return self._writer
 
 
 def is_dataset(path: Path) -> bool:
@@ -425,40 +379,27 @@ def import_pyarrow() -> Any:
     return pyarrow
 
 
-def _schema(arrow: Any) -> Any:
-    return arrow.schema(
-        [
-            ("input_ids", arrow.large_list(arrow.uint32())),
-            ("loss_mask", arrow.large_list(arrow.uint8())),
-            ("num_targets", arrow.int64()),
-        ]
-    )
-
-
-def _map_samples(path: Path) -> tuple[list[TokenBatch], npt.NDArray[np.int64]]:
+def _map_samples(path: Path) -> tuple[list[TokenBatch], IntArray]:
     """The record batches of a file as views of its memory map, and the numbers of targets."""
     arrow = import_pyarrow()
     reader = arrow.ipc.open_file(arrow.memory_map(str(path)))
-    if reader.schema != _schema(arrow):
+    if reader.schema != arrow_schema(arrow, reader.schema.names):
         raise ValueError(f"{path.name} has the columns {', '.join(map(str, reader.schema))}")
     batches, num_targets = [], [np.zeros(0, np.int64)]
     for index in range(reader.num_record_batches):
-        tokens, mask, targets = reader.get_batch(index).columns
-        offsets = _view(tokens.offsets, np.int64)
-        if not np.array_equal(offsets, _view(mask.offsets, np.int64)):
-            raise ValueError(f"record batch {index}: input_ids and loss_mask have different lengths")
-        batches.append(TokenBatch(_view(tokens.values, np.uint32), _view(mask.values, np.uint8), offsets))
-        num_targets.append(_view(targets, np.int64))
+        try:
+            batch, targets = read_arrow_batch(reader.get_batch(index))
+        except ValueError as error:
+            raise ValueError(f"record batch {index}: {error}") from error
+        batches.append(batch)
+        num_targets.append(targets)
     return batches, np.concatenate(num_targets)
 
 
-def _view(column: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A column's memory. ``to_numpy`` gives the same, but imports pandas where there is one, on each rank."""
-    if column.null_count:
-        raise ValueError(f"{column.null_count} of {len(column)} values are missing")
-    if not len(column):
-        return np.zeros(0, dtype)
-    return np.frombuffer(column.buffers()[1], dtype)[column.offset : column.offset + len(column)]
+def _batch_of(samples: Sequence[tuple[bool, list[TokenSequence]]]) -> TokenBatch:
+    return TokenBatch.of_sequences(
+        [sequences for _, sequences in samples], grouped=any(is_group for is_group, _ in samples)
+    )
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -466,45 +407,19 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{suffix}")
 
 
-def _checked(
-    samples: Iterable[Mapping[str, Any]],
-) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]]:
-    """Tokens and loss mask of each sample, checked."""
+def _checked(samples: Iterable[Mapping[str, Any]]) -> Iterator[tuple[bool, list[TokenSequence]]]:
+    """Sequences of each sample, checked, and whether it is a group of them."""
+    grouped = None
     for index, sample in enumerate(samples):
         try:
-            yield check_sample(sample)
+            sequences = check_sample(sample)
         except UsageError as error:
             raise UsageError(f"sample {index}: {error}") from error
-
-
-def check_sample(sample: Mapping[str, Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
-    """Tokens and loss mask of a sample.
-
-    Args:
-        sample: as :meth:`TokenDataset.write` takes it.
-
-    Raises:
-        UsageError: tokens, mask or labels that cannot be.
-    """
-    tokens = np.asarray(sample["input_ids"])
-    if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
-        raise UsageError(
-            f"input_ids has shape {list(tokens.shape)} and type {tokens.dtype}, but must be 1-D integers, at "
-            "least one"
-        )
-    if tokens.min() < 0 or tokens.max() > np.iinfo(_TOKEN).max:
-        raise UsageError(f"token ids run from {tokens.min()} to {tokens.max()}; not storable")
-    if sample.get("labels") is not None:
-        labels = np.asarray(sample["labels"])
-        if labels.shape != tokens.shape or ((labels != -100) & (labels != tokens)).any():
-            raise UsageError("labels must have the shape of input_ids and hold the same token or -100")
-        mask = labels != -100
-    elif sample.get("loss_mask") is not None:
-        mask = np.asarray(sample["loss_mask"]) != 0
-        if mask.shape != tokens.shape:
+        is_group = sample.get("sequences") is not None
+        grouped = is_group if grouped is None else grouped
+        if is_group != grouped:
             raise UsageError(
-                f"loss_mask has shape {list(mask.shape)}, but input_ids has {list(tokens.shape)}"
+                f"sample {index} has {'sequences' if is_group else 'no sequences'}, unlike those before; a "
+                "data set holds one kind of samples"
             )
-    else:
-        mask = np.ones(len(tokens), dtype=bool)
-    return tokens.astype(_TOKEN), mask.astype(np.uint8)
+        yield is_group, sequences

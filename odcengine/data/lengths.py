@@ -64,8 +64,23 @@ class Measured(NamedTuple):
     lengths: npt.NDArray[np.int64]
     num_targets: npt.NDArray[np.int64] | None
     """Positions with a target; None where unknown."""
-    longest_sequence: npt.NDArray[np.int64]
-    """Tokens of the longest sequence of a sample; its length where it is not known to hold several."""
+    sequences: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None
+    """Tokens of each sequence, and the number of each sample's first one and the end, ``[n + 1]``; None where
+    samples are not known to hold several."""
+
+    @property
+    def longest_sequence(self) -> npt.NDArray[np.int64]:
+        """Tokens of the longest sequence of each sample."""
+        if self.sequences is None:
+            return self.lengths
+        return np.maximum.reduceat(self.sequences[0], self.sequences[1][:-1])
+
+    @property
+    def squares(self) -> npt.NDArray[np.float64] | None:
+        """Sum of the squares of the lengths of each sample's sequences; None where each is one sequence."""
+        if self.sequences is None:
+            return None
+        return np.add.reduceat(self.sequences[0].astype(np.float64) ** 2, self.sequences[1][:-1])
 
 
 def measure(
@@ -87,14 +102,14 @@ def measure(
     """
     lengths: Any = getattr(dataset, "lengths", None)
     num_targets: Any = getattr(dataset, "num_targets", None)
-    longest_sequence: npt.NDArray[np.int64] | None = None
+    sequences = getattr(dataset, "sequences", None) if packs else None
     if length_fn is not None:
         lengths = []
         for index in range(len(dataset)):
             with naming(f"length_fn fails on sample {index}"):
                 lengths.append(length_fn(dataset[index]))
     elif lengths is None and packs:
-        lengths, counted, longest = [], [], []
+        lengths, counted, of_sequences, firsts = [], [], list[int](), [0]
         for index in range(len(dataset)):
             with naming(f"sample {index} cannot be read"):
                 sample = dataset[index]
@@ -107,9 +122,11 @@ def measure(
                 targets += int((labels != IGNORE_INDEX).sum())
             counted.append(targets)
             lengths.append(sum(parts))
-            longest.append(max(parts))
+            of_sequences += parts
+            firsts.append(len(of_sequences))
         num_targets = counted if num_targets is None else num_targets
-        longest_sequence = np.asarray(longest, dtype=np.int64)
+        if len(of_sequences) > len(lengths):
+            sequences = np.asarray(of_sequences, dtype=np.int64), np.asarray(firsts, dtype=np.int64)
     elif lengths is None:
         lengths = np.ones(len(dataset), dtype=np.int64)
     lengths = _one_per_sample(dataset, "lengths", lengths)
@@ -119,7 +136,7 @@ def measure(
     return Measured(
         lengths,
         None if num_targets is None else _one_per_sample(dataset, "num_targets", num_targets),
-        lengths if longest_sequence is None else longest_sequence,
+        sequences,
     )
 
 

@@ -241,6 +241,11 @@ class MinibatchLoader:
         return self._samples.longest
 
     @property
+    def sequences(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """Tokens of each sequence, each sample's first one and the end; None where samples are one each."""
+        return self._samples.sequences
+
+    @property
     def prefetch(self) -> int:
         """Micro-batches that are read ahead of the one in use; none after :meth:`close`."""
         return self._ahead.prefetch
@@ -347,6 +352,7 @@ class MinibatchLoader:
             max_samples=self.max_samples,
             cost=None if isinstance(cost, OnlineCost) else cost,
             speeds=None if fit is None else fit.speeds,
+            squares=None if self._samples.squares is None else self._samples.squares[samples],
         )
         targets = None if self.num_targets is None else self.num_targets[samples]
         ids = tuple(samples.tolist())

@@ -37,6 +37,8 @@ class Samples:
         knows_lengths: whether ``lengths`` are tokens, not just 1 each.
         lengths: int64, of each sample, after truncation.
         num_targets: int64, positions with a target of each sample, or None where unknown.
+        sequences: tokens of each sequence and each sample's first one, where samples hold several, or None.
+        squares: float64, sum of the squares of the lengths of each sample's sequences, or None.
         usable: indices of the samples that are not skipped.
         contents: differs where the lengths before any truncation differ, so the order of samples does not
             change with the limit.
@@ -79,9 +81,10 @@ class Samples:
         self._fields = fields
         self._vocab_size = vocab_size
         self.packs = collate_fn is None and is_token_sample(dataset[0])
-        self.lengths, self.num_targets, self._longest_sequence = measure(
-            dataset, length_fn, self.packs, vocab_size
-        )
+        measured = measure(dataset, length_fn, self.packs, vocab_size)
+        self.lengths, self.num_targets = measured.lengths, measured.num_targets
+        self.sequences, self.squares = measured.sequences, measured.squares
+        self._longest_sequence = measured.longest_sequence
         self.contents = hash_of_lengths(self.lengths)
         self.knows_lengths = self.packs or length_fn is not None or hasattr(dataset, "lengths")
         if collate_fn is None and not self.knows_lengths:

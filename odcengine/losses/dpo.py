@@ -17,6 +17,7 @@ The loss of a minibatch is the mean over all of its pairs.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -40,7 +41,7 @@ _KINDS = ("sigmoid", "ipo")
 class DpoLoss:
     """The loss of preference pairs; a ``loss_fn`` for ``odcengine.initialize``.
 
-    Micro-batches need the field ``ref_logprobs`` by the reference model: of each token, or for each sequence
+    It needs the reference model, or micro-batches with the field ``ref_logprobs`` of it: of each token, or for each sequence
     the sum over its tokens with a target. An answer without such tokens has a log-probability of 0.
 
     Args:
@@ -70,8 +71,22 @@ class DpoLoss:
                 "0 to below 0.5, and 0 but for sigmoid"
             )
 
-    def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> LossSum:
-        """The loss of a micro-batch, from a forward of the model."""
+    def __call__(
+        self, model: nn.Module, micro_batch: MicroBatch, reference: nn.Module | None = None
+    ) -> LossSum:
+        """The loss of a micro-batch, from a forward of the model.
+
+        Args:
+            model: the model that is trained.
+            micro_batch: with the field ``ref_logprobs``, unless there is a ``reference``.
+            reference: the reference model (``engine.reference``), which is evaluated here.
+        """
+        if reference is not None:
+            with torch.no_grad():
+                known = causal_lm_logprobs(reference, micro_batch).logprobs
+            micro_batch = dataclasses.replace(
+                micro_batch, fields={**micro_batch.fields, "ref_logprobs": known}
+            )
         return self.of(causal_lm_logprobs(model, micro_batch), micro_batch)
 
     def of(self, found: TokenLogprobs, micro_batch: MicroBatch) -> LossSum:

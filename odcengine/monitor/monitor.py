@@ -78,7 +78,8 @@ class Monitor:
         self._loader = loader
         self._groups = tuple(group.label for group in sharding.groups)
         lengths = loader.lengths if loader is not None and loader.knows_lengths else None
-        self.tally = Tally(lengths, has_loader=loader is not None, flops_of=flops_of)
+        sequences = None if lengths is None or loader is None else loader.sequences
+        self.tally = Tally(lengths, sequences=sequences, has_loader=loader is not None, flops_of=flops_of)
         self.recorder = Recorder()
         self._recording = False
         self._reports = job.topology.rank == 0

@@ -17,6 +17,7 @@ import pytest
 from odcengine.data import TokenDataset
 from odcengine.data import dataset as dataset_module
 from odcengine.data.dataset import DatasetWriter, TokenBatch
+from odcengine.data.token_batch import arrow_schema
 from odcengine.errors import ConfigError, UsageError
 
 SAMPLES: list[dict[str, Any]] = [
@@ -172,7 +173,10 @@ def test_damage_is_found(tmp_path: Path) -> None:
         TokenDataset.open(path)
     samples.write_bytes(content)
     for change, message in (
-        ({"version": 1}, "a data set of version 1, but this odcengine reads version 2; prepare it again"),
+        (
+            {"version": 1},
+            "a data set of version 1, but this odcengine reads versions 2 and 3; prepare it again",
+        ),
         ({"format": "other"}, "not of format odcengine-tokens"),
         ({"num_samples": 5}, "has 4 num_samples instead of 5"),
         ({"num_tokens": 11}, "has 10 num_tokens instead of 11"),
@@ -207,7 +211,7 @@ def test_foreign_arrow_file(tmp_path: Path) -> None:
 def test_missing_values_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     TokenDataset.write(path, SAMPLES[:1])
-    schema = dataset_module._schema(pyarrow)
+    schema = arrow_schema(pyarrow)
     table = pyarrow.table({"input_ids": [[1, None, 3]], "loss_mask": [[0, 1, 1]], "num_targets": [2]}, schema)
     _replace_samples(path, table)
     with pytest.raises(ConfigError, match=r"damaged data set \(1 of 3 values are missing\)"):

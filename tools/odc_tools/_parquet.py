@@ -10,7 +10,7 @@ from typing import Any
 
 from odc_tools._sources import BYTES_PER_CHUNK, RECORDS_PER_CHUNK, Chunk, Source
 from odcengine.data.dataset import import_pyarrow
-from odcengine.data.records import Record
+from odcengine.data.rendering import Record
 from odcengine.errors import ConfigError
 
 _MAGIC = b"PAR1"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from odcengine.data.records import Record
+from odcengine.data.rendering import Record
 from odcengine.errors import ConfigError
 
 RECORDS_PER_CHUNK = 256

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,6 +29,7 @@ from odc_tools._prepare_workers import WorkerError, WorkerPool, ending_cleanly
 from odc_tools._sources import Chunk, Source, open_sources
 from odcengine._version import __version__
 from odcengine.data.dataset import HELD_OUT, DatasetWriter, TokenDataset, is_dataset
+from odcengine.data.preference import PREFERENCES
 from odcengine.data.records import (
     TOKEN_KEYS,
     TOO_LONG,
@@ -40,6 +42,7 @@ from odcengine.data.records import (
     take_tokens,
     tokenize_records,
 )
+from odcengine.data.rendering import Record
 from odcengine.data.tokenizer import TextTokenizer, load_tokenizer
 from odcengine.errors import ConfigError
 
@@ -65,7 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="check that the tokenizer fits this model (config.json)"
     )
-    parser.add_argument("--max-length", type=int, metavar="N", help="limit of tokens in a sample")
+    parser.add_argument(
+        "--column",
+        action="append",
+        default=[],
+        metavar="KEY=NAME",
+        help="read what is called KEY here (prompt, chosen, rejected, messages, ...) from the key NAME of "
+        "the records; KEY= leaves it out; may be given several times",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="limit of tokens in a sample, of a preference pair in each of its two sequences",
+    )
     parser.add_argument(
         "--too-long",
         choices=TOO_LONG,
@@ -121,12 +137,15 @@ class _Settings:
     turns: str
     vocab_size: int | None
     hold_out: Fraction | None
+    columns: tuple[tuple[str, str], ...]
 
     def describe(self) -> dict[str, Any]:
         template = None if self.chat_template is None else self.chat_template.encode()
-        held_out = {} if self.hold_out is None else {"hold_out": str(self.hold_out)}
+        further: dict[str, Any] = {} if self.hold_out is None else {"hold_out": str(self.hold_out)}
+        if self.columns:
+            further["columns"] = dict(self.columns)
         return {
-            **held_out,
+            **further,
             "max_length": self.max_length,
             "too_long": self.too_long,
             "turns": self.turns,
@@ -157,9 +176,11 @@ def prepare(options: argparse.Namespace) -> str:
         tokenizer = _tokenizer(settings.tokenizer, settings.chat_template)
         if settings.vocab_size is not None:
             _check_model(tokenizer, settings.vocab_size, options.model)
-    keys = TOKEN_KEYS if tokenizer is None else USED_KEYS
+    renamed = dict(settings.columns)
+    keys = tuple(renamed.get(key, key) for key in (TOKEN_KEYS if tokenizer is None else USED_KEYS))
     sources = open_sources(options.inputs, subset=options.subset, split=options.split, keys=keys)
-    kinds = {source: _first_kind(source, tokenizer) for source in sources}
+    kinds = {source: _first_kind(source, tokenizer, settings.columns) for source in sources}
+    _check_kinds(kinds)
     started = time.perf_counter()
     counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
     records: dict[Source, int] = dict.fromkeys(sources, 0)
@@ -228,7 +249,7 @@ def _held_out(first: int, count: int, share: Fraction) -> npt.NDArray[np.bool_]:
     return np.diff(np.array(before, dtype=np.int64)) > 0
 
 
-_COUNTS = ("num_records", "num_skipped", "num_truncated", "num_straddling")
+_COUNTS = ("num_records", "num_skipped", "num_truncated", "num_straddling", "num_equal")
 
 
 def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
@@ -256,6 +277,15 @@ def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
             problems.append(
                 f"--hold-out {options.hold_out}: it must be a share between 0 and 1, such as 0.02"
             )
+    columns = []
+    for text in options.column:
+        key, equals, name = text.partition("=")
+        known = USED_KEYS if options.tokenizer is not None else TOKEN_KEYS
+        if not equals or key not in known:
+            problems.append(
+                f"--column {text}: it must be KEY=NAME with KEY one of {', '.join(sorted(known))}"
+            )
+        columns.append((key, name))
     if options.tokenizer is None and options.chat_template is not None:
         problems.append("--chat-template: tokens need none; give --tokenizer to make tokens of text")
     vocab_size = None
@@ -286,6 +316,7 @@ def _check(options: argparse.Namespace) -> tuple[_Settings, Path, int]:
         options.turns,
         vocab_size,
         hold_out,
+        tuple(columns),
     )
     return settings, Path(options.out), workers
 
@@ -323,11 +354,14 @@ def _check_model(tokenizer: TextTokenizer, rows: int, model: str) -> None:
         )
 
 
-def _first_kind(source: Source, tokenizer: TextTokenizer | None) -> str | None:
+def _first_kind(
+    source: Source, tokenizer: TextTokenizer | None, columns: Sequence[tuple[str, str]]
+) -> str | None:
     """The kind of a source's first record, with which the tokenizer must work; None without records."""
     record = source.first_record()
     if record is None:
         return None
+    record = _renamed(record, columns)
     if tokenizer is None:
         return check_tokens(record)
     kind = kind_of(record)
@@ -335,10 +369,33 @@ def _first_kind(source: Source, tokenizer: TextTokenizer | None) -> str | None:
     return kind
 
 
+def _renamed(record: Record, columns: Sequence[tuple[str, str]]) -> Record:
+    """The record with the keys that are used here."""
+    if not columns or not isinstance(record.value, Mapping):
+        return record
+    value = {key: found for key, found in record.value.items() if key not in dict(columns)}
+    return record._replace(value={**value, **{key: record.value.get(name) for key, name in columns if name}})
+
+
+def _check_kinds(kinds: Mapping[Source, str | None]) -> None:
+    """A data set holds groups of sequences, or single ones."""
+    grouped = {source: kind in (*PREFERENCES, "sequences") for source, kind in kinds.items() if kind}
+    if len(set(grouped.values())) > 1:
+        pairs, others = ([s.name for s, g in grouped.items() if g == wanted] for wanted in (True, False))
+        raise ConfigError(
+            f"{pairs[0]} has preference pairs, {others[0]} has none; a data set holds one kind of samples"
+        )
+
+
 def _check_not_empty(counts: dict[str, int], has_targets: bool, options: argparse.Namespace) -> None:
     if not counts["num_records"]:
         raise ConfigError(f"{', '.join(options.inputs)}: no records; there is nothing to train on")
-    if counts["num_records"] == counts["num_skipped"]:
+    if counts["num_records"] == counts["num_equal"]:
+        raise ConfigError(
+            f"{', '.join(options.inputs)}: chosen and rejected are the same in all pairs; there is nothing "
+            "to learn"
+        )
+    if counts["num_records"] == counts["num_skipped"] + counts["num_equal"]:
         raise ConfigError(
             f"all {counts['num_records']} records are longer than --max-length {options.max_length}, and "
             "--too-long skip leaves them out: nothing is left to train on"
@@ -381,7 +438,7 @@ _tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)
 
 def _tokenize(settings: _Settings, kind: str, chunk: Chunk) -> Tokenized:
     """What a worker does with a chunk."""
-    records = chunk.source.read(chunk)
+    records = [_renamed(record, settings.columns) for record in chunk.source.read(chunk)]
     if settings.tokenizer is None:
         return take_tokens(
             records,
@@ -414,13 +471,15 @@ def _describe(dataset: TokenDataset) -> str:
         for name, text in (
             ("num_skipped", "too long, left out"),
             ("num_truncated", "too long, cut"),
+            ("num_equal", "with equal answers, left out"),
             ("num_straddling", "with a token over the border of prompt and answer"),
         )
         if source.get(name)
     ]
     without = int((targets == 0).sum())
+    groups = "" if dataset.sequences is None else f" of {len(dataset.sequences[0]):,} sequences"
     lines = [
-        f"samples     {len(dataset):,}{''.join(f'; {note}' for note in notes)}",
+        f"samples     {len(dataset):,}{groups}{''.join(f'; {note}' for note in notes)}",
         f"tokens      {dataset.num_tokens:,}, largest id {dataset.metadata['max_token_id']}",
         f"targets     {int(targets.sum()):,}; {without:,} samples without any",
     ]
