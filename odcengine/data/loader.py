@@ -26,6 +26,8 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from odcengine.balance import Fit, OnlineCost

@@ -42,7 +42,8 @@ class DpoLoss:
     """The loss of preference pairs; a ``loss_fn`` for ``odcengine.initialize``.
 
     It needs the reference model, or micro-batches with the field ``ref_logprobs`` of it: of each token, or
-    for each sequence the sum over its tokens with a target. An answer without such tokens has a log-probability of 0.
+    for each sequence the sum over its tokens with a target. An answer without such tokens has a
+    log-probability of 0.
 
     Args:
         beta: how near the model is kept to the reference.

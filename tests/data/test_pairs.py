@@ -70,14 +70,11 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
     batches = [
         TokenDataset.from_samples(samples)._batches[0] for samples in (_pairs(1), [_sequence(3, None)])
     ]
-    with (
-        DatasetWriter(tmp_path / "mixed") as writer,
-        pytest.raises(
-            UsageError, match="with tokens only follow samples with sequence_lengths, ref_logprobs"
-        ),
-    ):
-        for batch in batches:
-            writer.add(batch)
+    with DatasetWriter(tmp_path / "mixed") as writer:
+        writer.add(batches[0])
+        told = "with tokens only follow samples with sequence_lengths, ref_logprobs"
+        with pytest.raises(UsageError, match=told):
+            writer.add(batches[1])
     with pytest.raises(UsageError, match="reaches from one sample into another"):
         TokenBatch(np.ones(4, np.uint32), np.ones(4, np.uint8), np.array([0, 2, 4]), np.array([0, 3, 4]))
 
