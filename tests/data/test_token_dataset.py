@@ -214,7 +214,7 @@ def test_missing_values_are_damage(tmp_path: Path) -> None:
     schema = arrow_schema(pyarrow)
     table = pyarrow.table({"input_ids": [[1, None, 3]], "loss_mask": [[0, 1, 1]], "num_targets": [2]}, schema)
     _replace_samples(path, table)
-    with pytest.raises(ConfigError, match=r"damaged data set \(1 of 3 values are missing\)"):
+    with pytest.raises(ConfigError, match=r"damaged data set \(record batch 0: 1 of 3 values are missing\)"):
         TokenDataset.open(path)
 
 
