@@ -26,9 +26,7 @@ from odc_launcher.slurm import run_of
 from odcengine.preemption import REQUEUE_EXIT_CODE
 
 TERM_GRACE_S = 5.0  # between the launcher's SIGTERM and its SIGKILL
-_GIVEN_UP_PATIENCE_S = (
-    2.0  # for a rank that others gave up to say something after all, and to write its stacks
-)
+_GIVEN_UP_PATIENCE_S = 2.0  # for a rank that others gave up: to write its stacks, or why it ends itself
 _LEFTOVER_PATIENCE_S = 1.0  # for processes that a rank left behind and that are just ending
 _KILL_DEADLINE_S = 10.0
 _POLL_S = 1.0
