@@ -24,9 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "odcengine.build", "transformers.modeling_utils"]
+CONTEXT = mp.get_context("forkserver")
+# What ranks import, so that each finds it there; where a library is missing, its tests are skipped.
+CONTEXT.set_forkserver_preload(
+    [
+        *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.utils.checkpoint"),
+        *("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"),
+        *("transformers.models.auto.modeling_auto", "pyarrow", "pytest"),
+        *("matplotlib.figure", "matplotlib.backends.backend_agg"),
+        *("odcengine.build", "odcengine._config_check", "odcengine.data", "odcengine.models"),
+    ]
 )
 
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -115,8 +122,8 @@ def _nothing() -> None:
 
 
 @functools.cache
-def _warm_up() -> None:
-    process = _CONTEXT.Process(target=_nothing)
+def warm_up() -> None:
+    process = CONTEXT.Process(target=_nothing)
     process.start()
     process.join(200)
 
@@ -157,13 +164,13 @@ def run_ranks(
     one). Ranks that have not ended at the deadline are killed and reported with their Python stacks.
     Never raises for a rank's failure.
     """
-    _warm_up()
+    warm_up()
     port, start = free_port(), time.monotonic()
     task = pickle.dumps((function, args))
     num_gpus = _num_gpus() if gpus else None
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _CONTEXT.Process(
+            CONTEXT.Process(
                 target=_child,
                 args=(task, rank, world_size, port, folder, timeout_s, settings, num_gpus),
             )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from odcengine.config import load_config
 from odcengine.data import TokenDataset
@@ -38,21 +36,13 @@ def test_config_trains(name: str, tmp_path: Path) -> None:
     TokenDataset.write(tmp_path / data, [{"input_ids": [1, 2, 3, 4 + n % 20]} for n in range(80)])
     if config.data.eval_path is not None:
         TokenDataset.write(tmp_path / config.data.eval_path, [{"input_ids": [1, 2, 3]}])  # of one rank
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))
-    ranks = str(config.launch.nproc_per_node or 2)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "odc_launcher", "--nproc-per-node", ranks),
-            *("--config", str(ROOT / "configs" / name), str(ROOT / "examples/sft/train.py")),
-            *(() if named or made else ("--model", "model")),
-            *(() if named else ("--data", data)),
-            *("--steps", "2"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
+    done = run_program(
+        *("-m", "odc_launcher", "--nproc-per-node", config.launch.nproc_per_node or 2),
+        *("--config", ROOT / "configs" / name, ROOT / "examples/sft/train.py"),
+        *(() if named or made else ("--model", "model")),
+        *(() if named else ("--data", data)),
+        *("--steps", "2"),
+        folder=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -61,16 +51,10 @@ def test_example_without_data_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         f"train_batch_size: 4\noptimizer: {{type: SGD}}\nmodel: {{config: {MODEL}}}"
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "odc_launcher", "--nproc-per-node", "1", "--config", "config.yaml"),
-            str(ROOT / "examples/sft/train.py"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))},
-        capture_output=True,
-        text=True,
-        timeout=400,
+    done = run_program(
+        *("-m", "odc_launcher", "--nproc-per-node", "1", "--config", "config.yaml"),
+        ROOT / "examples/sft/train.py",
+        folder=tmp_path,
     )
     assert done.returncode
     assert "ConfigError: no data: give --data DIRECTORY, or data.path in the configuration" in done.stderr

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import odc_launcher.memory as memory
 import pytest
 from odc_tools.cli import main
+from programs import run_program
 from test_clusters import architecture, gib
 
 from odcengine.config import load_config
@@ -36,15 +34,7 @@ def test_commands_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "train.py").write_text((ROOT / "examples/sft/train.py").read_text())
     (commands,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     launch, *exports = [command.split() for command in commands.splitlines()]
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", *launch[1:]],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_program("-m", "odc_launcher", *launch[1:], folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.chdir(tmp_path)
     for name, *words in exports:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from programs import run_program
 
 import odcengine
 from odcengine.data import TokenDataset
@@ -34,14 +32,7 @@ def blocks(language: str) -> list[str]:
 
 def run(words: list[str], folder: Path) -> str:
     modules = {"odc-launch": "odc_launcher", "odc": "odc_tools"}
-    done = subprocess.run(
-        [sys.executable, "-m", modules[words[0]], *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in ("", "launcher", "tools"))},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_program("-m", modules[words[0]], *words[1:], folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_ranks, values
+from programs import run_program
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -86,14 +85,7 @@ def _train(rank: int, world_size: int, folder: str, name: str, adapter: bool, bf
 
 
 def _export(folder: Path, *options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_tools", "export", *options],
-        cwd=folder,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'launcher'}:{ROOT / 'tools'}", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = run_program("-m", "odc_tools", "export", *options, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

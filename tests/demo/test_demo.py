@@ -9,11 +9,11 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 
 from odcengine.monitor.timeline import Timeline
 
@@ -34,12 +34,7 @@ Line = dict[str, Any]
 
 def run(*words: str | Path | int, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a Python command as a user would who has installed the package."""
-    drop = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "ODC", "MALLOC_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
-    return subprocess.run(
-        [sys.executable, *map(str, words)], cwd=folder, env=env, capture_output=True, text=True, timeout=600
-    )
+    return run_program(*words, folder=folder, timeout_s=600)
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from distributed import run_ranks, values
 from engine.test_exactness import BY_NAME
 from engine.toy import config_for, loss_of, make_model, micro_batches
+from programs import run_program
 
 import odcengine
 from odcengine._hang import DEADLINE_EXIT_CODE, RankState, ranges, report
@@ -52,15 +50,8 @@ def test_hanging_rank(tmp_path: Path) -> None:
         "launch": {"nproc_per_node": 4, "grace_s": 5, "log_dir": "logs"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", "--oversubscribe", "--config", "config.json", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "LIMIT_S": str(LIMIT_S)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    words = ["-m", "odc_launcher", "--oversubscribe", "--config", "config.json", "train.py"]
+    done = run_program(*words, folder=tmp_path, LIMIT_S=str(LIMIT_S))
     told = done.stderr
     assert done.returncode == DEADLINE_EXIT_CODE, told
     assert re.search(r"cause: DeadlineError: no sign of life for 4 s .* from rank 1 ", told), told
@@ -85,15 +76,8 @@ def test_a_run_that_goes_well_leaves_no_stack_files(tmp_path: Path) -> None:
         "launch": {"nproc_per_node": 2, "log_dir": "logs"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", "--config", "config.json", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "LIMIT_S": str(LIMIT_S)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    words = ["-m", "odc_launcher", "--config", "config.json", "train.py"]
+    done = run_program(*words, folder=tmp_path, LIMIT_S=str(LIMIT_S))
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank0.log", "rank1.log"]
 

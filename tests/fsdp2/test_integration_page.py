@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_ranks, values
+from programs import run_program
 from torch.distributed.fsdp import fully_shard
 
 from .toy import meet
@@ -29,15 +27,8 @@ Found = dict[tuple[str, str], tuple[int, str]]
 
 def _run(command: str, folder: Path) -> Found:
     """For each step and rank the number of micro-batches and the gradient norm."""
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", *command.split(), "--model", "model", "--steps", "2"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    words = ["-m", "odc_launcher", *command.split(), "--model", "model", "--steps", "2"]
+    done = run_program(*words, folder=folder, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(r"step (\d) rank (\d): (\d+) micro-batches.*gradient norm (\S+),", done.stdout)
     return {(step, rank): (int(count), norm) for step, rank, count, norm in rows}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from programs import run_program
 
 import odcengine
 from odcengine.data import TokenDataset
@@ -59,14 +57,6 @@ def test_commands_run(folder: Path) -> None:
     (command,) = text.strip().splitlines()
     name, *words = command.split()
     assert name == "odc-launch"
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = run_program("-m", "odc_launcher", *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"step \d+.*loss", done.stdout + done.stderr)) == 4

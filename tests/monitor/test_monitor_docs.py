@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run_program
 
 from odcengine.data import TokenDataset
 
@@ -42,7 +41,6 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     config = re.search(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
     assert config is not None
     (tmp_path / config[1]).write_text(config[2])
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
     commands = [
         shlex.split(line)
         for block in re.findall(r"```(?:sh)?\n(odc.*?)```", PAGE, re.DOTALL)
@@ -51,15 +49,7 @@ def test_the_page_does_what_it_says(tmp_path: Path) -> None:
     assert [command[0] for command in commands] == ["odc-launch", *["odc"] * 5]
     outputs = []
     for program, *arguments in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", PROGRAMS[program], *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
+        done = run_program("-m", PROGRAMS[program], *arguments, folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         outputs.append(done.stdout + done.stderr)
     shown = re.findall(r"\[rank (\d)\] (step \d/4: loss .*|summary: .*)", outputs[0])

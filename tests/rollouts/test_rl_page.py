@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from distributed import run_ranks, values
+from programs import run_program
 
 from odcengine.config import load_config
 
@@ -44,15 +42,7 @@ def test_configuration_is_valid() -> None:
 
 def run(words: list[str], folder: Path, *more: str) -> str:
     assert words[0] == ".venv/bin/odc-launch"
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", *words[1:], *more],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_program("-m", "odc_launcher", *words[1:], *more, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from distributed import run_ranks, values
 from odc_tools.bench import add_arguments
+from programs import run_program
 
 from odcengine._version import __version__
 from odcengine.transport.base import Window
@@ -28,17 +29,7 @@ requires_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 
 def bench(
     *words: str, cwd: Path, starter: tuple[str, ...] = (), timeout_s: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "ODC")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-    env["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in ("", "launcher", "tools"))
-    return subprocess.run(
-        [sys.executable, *starter, "-m", "odc_tools", "bench", *words],
-        env=env,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+    return run_program(*starter, "-m", "odc_tools", "bench", *words, folder=cwd, timeout_s=timeout_s)
 
 
 def result(done: subprocess.CompletedProcess[str], file: Path) -> dict[str, Any]:
@@ -163,7 +154,7 @@ def test_several_workloads_with_the_same_models(tmp_path: Path) -> None:
 
 
 def test_memory_under_torchrun_and_a_budget(tmp_path: Path) -> None:
-    """Ranks that others have started; with no time left it still measures something, and says what it cut."""
+    """Ranks that torchrun started; with no time left it still measures something, and says what it cut."""
     starter = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = ["training", "--device", "cpu", "--workload", "balanced-2k", "--shape", "tiny"]
     words += ["--length-scale", "0.01", "--seeds", "0-3", "--methods", "fsdp2/lb_micro", "odc/lb_micro"]
@@ -173,7 +164,7 @@ def test_memory_under_torchrun_and_a_budget(tmp_path: Path) -> None:
     assert all(peaks["peak_bytes"] > 0 for peaks in record["memory"].values())
     assert [verdict["goal"] for verdict in record["verdicts"]] == ["peak memory in GiB, odc/lb_micro"]
     file = tmp_path / "budget.json"
-    done = bench(*words, "--budget-s", "1", "--json", str(file), cwd=tmp_path, starter=starter)
+    done = bench(*words, "--budget-s", "1", "--json", str(file), cwd=tmp_path)
     record = result(done, file)
     assert len(record["steps"]) == (2 + 1) * 2  # two warm minibatches, one of them measured
     assert [note.split(",")[0] for note in record["notes"]] == [

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from odcengine.data import TokenDataset
 
@@ -21,6 +19,7 @@ MODEL = """{
   "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
   "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2
 }"""
+ON_CPUS = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 COMMANDS = re.findall(r"^\.venv/bin/odc-launch (.*examples/deepspeed/\w+\.py)$", PAGE, re.MULTILINE)
 
 
@@ -32,16 +31,8 @@ def _run(command: str, folder: Path) -> str:
     )
     for name in ("examples", "configs"):
         (folder / name).symlink_to(ROOT / name)
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
     small = ["--model", "model", "--data", "tokens", "--steps", "2", "--batch", "6"]
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", *command.split(), *small],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_program("-m", "odc_launcher", *command.split(), *small, folder=folder, **ON_CPUS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -91,15 +82,8 @@ time.sleep(1.5 * rank)
 
 def test_an_engine_that_is_left_open_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LEFT_OPEN.format(tests=str(ROOT / "tests")))
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", "--nproc-per-node", "2", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    words = ["-m", "odc_launcher", "--nproc-per-node", "2", "train.py"]
+    done = run_program(*words, folder=tmp_path, **ON_CPUS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("groups at the end: False") == 2
     assert "died or left" not in done.stdout + done.stderr
