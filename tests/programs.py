@@ -14,13 +14,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -35,40 +38,88 @@ OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "ODC", 
 SOURCES = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
 
 
-def run_program(
-    *words: object, folder: Path, timeout_s: float = 400.0, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """Run ``python WORDS`` in a folder and wait for its end.
+class Program:
+    """``python WORDS`` that runs in a folder.
 
     Args:
         words: a script or ``-m`` and a module, and arguments; of any type, as text.
         folder: where it runs.
-        timeout_s: after that it is killed.
+        together: stderr goes where stdout goes.
         env: variables of its environment, beside this process's own without those that ranks are given;
             the checkout's packages are on its ``PYTHONPATH``.
-
-    Raises:
-        subprocess.TimeoutExpired: it has not ended in time.
     """
-    warm_up()
-    line = [str(word) for word in words]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
-    env = {**inherited, "PYTHONPATH": SOURCES, **env}
-    with tempfile.TemporaryDirectory() as own:
-        outputs = [Path(own, name) for name in ("stdout", "stderr")]
-        process = CONTEXT.Process(target=_program, args=(line, str(folder), env, *map(str, outputs)))
-        process.start()
-        process.join(timeout_s)
-        late = process.is_alive()
+
+    def __init__(self, *words: object, folder: Path, together: bool = False, **env: str) -> None:
+        warm_up()
+        self.words = [str(word) for word in words]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
+        self._own = tempfile.TemporaryDirectory()
+        self._outputs = [Path(self._own.name, name) for name in ("stdout", "stderr")]
+        for path in self._outputs:
+            path.touch()
+        self._process = CONTEXT.Process(
+            daemon=True,  # what a failed test leaves behind is not waited for
+            target=_program,
+            args=(
+                self.words,
+                str(folder),
+                {**inherited, "PYTHONPATH": SOURCES, **env},
+                str(self._outputs[0]),
+                str(self._outputs[0 if together else 1]),
+            ),
+        )
+        self._process.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the process a signal."""
+        os.kill(self._process.pid or 0, number)
+
+    def read_until(self, pattern: str, timeout_s: float = 200.0) -> re.Match[str]:
+        """What was found on stdout, as soon as it is there.
+
+        Raises:
+            AssertionError: it has ended without, or it is late.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ended = not self._process.is_alive()
+            text = self._outputs[0].read_text()
+            if found := re.search(pattern, text):
+                return found
+            assert not ended, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.01)
+
+    def end(self, timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
+        """Waits until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it had not, and was killed.
+        """
+        self._process.join(timeout_s)
+        late = self._process.is_alive()
         if late:
+            self.kill()
+        out, err = (path.read_text() for path in self._outputs)
+        self._own.cleanup()
+        if late:
+            raise subprocess.TimeoutExpired(self.words, timeout_s, out, err)
+        return subprocess.CompletedProcess(self.words, self._process.exitcode or 0, out, err)
+
+    def kill(self) -> None:
+        """Ends it and what it has started; ranks are killed when their launcher dies."""
+        if self._process.is_alive():
             with contextlib.suppress(ProcessLookupError):  # it has no group yet
-                os.killpg(process.pid or 0, signal.SIGKILL)  # ranks are killed when their launcher dies
-            process.kill()
-            process.join(10)
-        out, err = (path.read_text() if path.exists() else "" for path in outputs)
-    if late:
-        raise subprocess.TimeoutExpired(line, timeout_s, out, err)
-    return subprocess.CompletedProcess(line, process.exitcode or 0, out, err)
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.kill()
+            self._process.join(10)
+
+
+def run_program(
+    *words: object, folder: Path, timeout_s: float = 400.0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Starts a :class:`Program` and waits until it has ended."""
+    return Program(*words, folder=folder, **env).end(timeout_s)
 
 
 def _program(words: list[str], folder: str, env: dict[str, str], out: str, err: str) -> NoReturn:
@@ -80,6 +131,7 @@ def _program(words: list[str], folder: str, env: dict[str, str], out: str, err: 
         os.close(file)
     os.chdir(folder)
     gc.freeze()  # what the server has imported
+    multiprocessing.current_process()._config["daemon"] = False
     subprocess.Popen = _Popen
     os.execv = _execv
     _interpret(words, env)

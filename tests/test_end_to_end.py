@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from programs import SOURCES, Program
 
 pytestmark = pytest.mark.alone  # what a run leaves behind is looked for on the whole machine
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import os, signal, sys, time
 import torch
@@ -61,21 +61,33 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(job: Path, how: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    return subprocess.Popen(
-        [sys.executable, "-m", "odc_launcher", "--config", "config.yaml", "train.py", how],
+WORDS = ("-m", "odc_launcher", "--config", "config.yaml", "train.py")
+
+
+def environment(job: Path) -> dict[str, str]:
+    """What keeps the files of a run apart."""
+    return {
+        "PYTHONPATH": SOURCES,
+        "TMPDIR": str(job / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(job / "inductor"),  # torch's own, made on import
+    }
+
+
+def run(job: Path, how: str) -> tuple[int, str]:
+    """Its exit code and all that it has told; a job that goes well begins with Python's own start."""
+    if how != "fine":
+        done = Program(*WORDS, how, folder=job, together=True, **environment(job)).end(timeout_s=240)
+        return done.returncode, done.stdout
+    real = subprocess.run(
+        [sys.executable, *WORDS, how],
         cwd=job,
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "TMPDIR": str(job / "tmp"),
-            "TORCHINDUCTOR_CACHE_DIR": str(job / "inductor"),  # torch's own, made on import
-        },
+        env={**os.environ, **environment(job)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=240,
     )
+    return real.returncode, real.stdout
 
 
 def traces(job: Path) -> set[str]:
@@ -124,9 +136,8 @@ def test_how_a_job_ends(job: Path, how: str, code: int, patterns: list[str]) -> 
         text = CONFIG.replace("timeout_s: 60", f"timeout_s: {STOPPED_S}")
         (job / "config.yaml").write_text(text)
     before = traces(job)
-    process = command(job, how)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == code, output
+    found, output = run(job, how)
+    assert found == code, output
     for pattern in patterns:
         assert re.search(pattern, output), f"{pattern!r} is not in:\n{output}"
     if code == 0:
@@ -139,10 +150,8 @@ def test_how_a_job_ends(job: Path, how: str, code: int, patterns: list[str]) -> 
 
 def test_killed_launcher_takes_its_ranks_along(job: Path) -> None:
     before = traces(job)
-    process = command(job, "wait")
-    assert process.stdout is not None
-    while "ready" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    launcher = Program(*WORDS, "wait", folder=job, together=True, **environment(job))
+    launcher.read_until("ready")
+    launcher.signal(signal.SIGKILL)
+    launcher.end(timeout_s=60)
     assert left(job, before) == set()

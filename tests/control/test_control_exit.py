@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from programs import Program
 from transport.conformance import state
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, pathlib, signal, torch, odcengine
 from odcengine.boundary import Boundary
@@ -47,36 +45,18 @@ for _ in range(5):
 def test_pending_collective_does_not_keep_a_failed_rank_alive(tmp_path: Path) -> None:
     """One rank is stopped before a collective: the others are in it, fail at the deadline, and must end."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    others = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "ODC")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
-    words = [
-        "--nproc-per-node",
-        "3",
-        "--log-dir",
-        str(tmp_path / "logs"),
-        "--grace-s",
-        "60",
-        "--oversubscribe",
-    ]
-    with subprocess.Popen(
-        [sys.executable, "-m", "odc_launcher", *words, "script.py"],
-        cwd=tmp_path,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as launcher:
-        try:
-            _wait(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(3)))
-            pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
-            _wait(lambda: state(pids[0]) in "ZX" and state(pids[2]) in "ZX")
-            os.kill(pids[1], signal.SIGKILL)  # the launcher would need some seconds to do so
-            output, _ = launcher.communicate(timeout=60)
-        finally:
-            launcher.kill()
-    assert launcher.returncode != 0, output
+    words = ["--nproc-per-node", "3", "--log-dir", "logs", "--grace-s", "60", "--oversubscribe", "script.py"]
+    launcher = Program("-m", "odc_launcher", *words, folder=tmp_path, together=True)
+    try:
+        _wait(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(3)))
+        pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
+        _wait(lambda: state(pids[0]) in "ZX" and state(pids[2]) in "ZX")
+        os.kill(pids[1], signal.SIGKILL)  # the launcher would need some seconds to do so
+        done = launcher.end(timeout_s=60)
+    finally:
+        launcher.kill()
+    output = done.stdout
+    assert done.returncode != 0, output
     assert "no sign of life for 2.5 s (odc.timeout_s) from rank 1 (host " in output
     for rank in (0, 2):
         assert f"rank {rank} SIG" not in output, output  # it ended by itself

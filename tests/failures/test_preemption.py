@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Program
 
 from odcengine.checkpoint.directory import read_mark
 from odcengine.config import load_config
@@ -46,7 +47,7 @@ print("done at", engine.global_steps, flush=True)
 """
 
 
-def job(folder: Path, steps: int, middle: str, **preemption: Any) -> subprocess.Popen[str]:
+def job(folder: Path, steps: int, middle: str, **preemption: Any) -> Program:
     (folder / "train.py").write_text(TRAIN)
     config = {
         "train_batch_size": 4,
@@ -57,36 +58,14 @@ def job(folder: Path, steps: int, middle: str, **preemption: Any) -> subprocess.
         "launch": {"nproc_per_node": 3},
     }
     (folder / "config.json").write_text(json.dumps(config))
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    words = [
-        "-m",
-        "odc_launcher",
-        "--oversubscribe",
-        "--config",
-        "config.json",
-        "train.py",
-        str(steps),
-        middle,
-    ]
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = ["-m", "odc_launcher", "--oversubscribe", "--config", "config.json", "train.py", steps, middle]
+    return Program(*words, folder=folder, together=True)
 
 
-def read_until(process: subprocess.Popen[str], pattern: str) -> tuple[str, re.Match[str]]:
-    assert process.stdout is not None
-    seen = ""
-    while True:
-        line = process.stdout.readline()
-        seen += line
-        if found := re.search(pattern, line):
-            return seen, found
-        assert line, seen
+def end(job: Program) -> tuple[int, str]:
+    """Its exit code, and all that it has told."""
+    done = job.end(timeout_s=200)
+    return done.returncode, done.stdout
 
 
 def saved(folder: Path) -> list[str]:
@@ -95,37 +74,37 @@ def saved(folder: Path) -> list[str]:
 
 def test_one_rank_is_asked_in_the_middle_of_a_step_and_the_next_run_goes_on(tmp_path: Path) -> None:
     process = job(tmp_path, 8, "1")
-    _, found = read_until(process, r"\[rank 1\] in the middle of step 3 (\d+)")
+    found = process.read_until(r"\[rank 1\] in the middle of step 3 (\d+)\n")
     os.kill(int(found.group(1)), signal.SIGUSR1)
     (tmp_path / "go on").touch()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
+    code, output = end(process)
+    assert code == 75, output
     assert "SIGUSR1: this step is finished and a checkpoint saved" in output
     assert "stopping after 4 steps: 1 of 3 ranks were asked to" in output
     assert "all ranks were asked to stop, and ended with 75" in output
     assert "Traceback" not in output
     assert saved(tmp_path) == ["step_4"]
     assert (tmp_path / "saved" / "latest").read_text().strip() == "step_4"
-    output, _ = job(tmp_path, 8, "-").communicate(timeout=120)
+    _, output = end(job(tmp_path, 8, "-"))
     assert len(re.findall(r"begins at 4$", output, re.MULTILINE)) == 3, output
     assert len(re.findall(r"done at 8$", output, re.MULTILINE)) == 3, output
 
 
 def test_the_launcher_passes_it_on_and_a_second_one_ends_the_job_at_once(tmp_path: Path) -> None:
     process = job(tmp_path, 1_000_000, "1")  # it stays in the middle of a step
-    read_until(process, r"in the middle of step 3")
-    process.send_signal(signal.SIGTERM)
-    read_until(process, r"TERM: passed on to the ranks, which have 300 s to end")
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode not in (0, 75), output
+    process.read_until(r"in the middle of step 3")
+    process.signal(signal.SIGTERM)
+    process.read_until(r"TERM: passed on to the ranks, which have 300 s to end")
+    process.signal(signal.SIGTERM)
+    code, output = end(process)
+    assert code not in (0, 75), output
     assert "killing all ranks" in output
 
 
 def test_time_limit(tmp_path: Path) -> None:
     process = job(tmp_path, 1_000_000, "-", max_time=1)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
+    code, output = end(process)
+    assert code == 75, output
     assert "preemption.max_time of 1 s has passed" in output
     (only,) = saved(tmp_path)
     assert read_mark(tmp_path / "saved" / only).automatic  # checkpoint.keep_last removes it one day
