@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import SOURCES, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -37,26 +39,22 @@ def commands() -> list[list[str]]:
     return [line.split() for line in lines if line.strip() and not line.startswith("make ")]
 
 
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of the README with this interpreter and these sources."""
+def python_words(words: list[str]) -> list[str]:
+    """A command of the README as arguments of Python."""
     name = words[0].removeprefix(".venv/bin/")
-    program = ["-m", TOOLS[name]] if name in TOOLS else []
-    path = os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools"))
-    return subprocess.run(
-        [sys.executable, *program, *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    return [*(["-m", TOOLS[name]] if name in TOOLS else []), *words[1:]]
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the checkout's files, where commands may write."""
-    for name in ("examples", "configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    """A folder with the checkout's files, where commands may write; the example's model is a smaller one."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    file = tmp_path / "examples/sft/llama_7m/config.json"
+    model = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({**model, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2})
+    )
     return tmp_path
 
 
@@ -71,7 +69,7 @@ def test_prepare_then_train(checkout: Path) -> None:
     mine = [words for words in commands() if words[0] != "odc-launch"]
     assert len(mine) == 8
     for words in mine:
-        done = run(words, checkout)
+        done = run_program(*python_words(words), folder=checkout)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (checkout / "demo_out" / "tokens").is_dir()
     written = checkout / "demo_out" / "run"
@@ -90,6 +88,7 @@ def test_prepare_then_train(checkout: Path) -> None:
 
 
 def test_the_script_and_the_configuration(checkout: Path) -> None:
+    """With Python's own start on every rank."""
     import transformers
 
     from odcengine.data import TokenDataset
@@ -105,7 +104,14 @@ def test_the_script_and_the_configuration(checkout: Path) -> None:
     (checkout / "train.py").write_text(script + 'print("last loss", metrics.loss)\n')
     (checkout / "config.yaml").write_text(blocks("yaml")[0])
     (words,) = [words for words in commands() if words[0] == "odc-launch"]
-    done = run(words, checkout)
+    done = subprocess.run(
+        [sys.executable, *python_words(words)],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = re.findall(r"\] last loss (\S+)", done.stdout)
     assert len(losses) == 2
