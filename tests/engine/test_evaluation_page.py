@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from odcengine.data import TokenDataset
 
@@ -48,14 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def test_command(folder: Path) -> None:
     program, *words = block("").split()
     assert program == "odc-launch"
-    done = subprocess.run(
-        [sys.executable, "-m", "odc_launcher", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "launcher"))},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_program("-m", "odc_launcher", *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "evaluated" / "metrics.jsonl").open()]
     evaluated = [line for line in lines if "eval/loss" in line]

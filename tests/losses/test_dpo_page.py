@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import yaml
+from programs import run_program
 
 from odcengine.config import load_config
 from odcengine.data import TokenDataset
@@ -69,17 +67,7 @@ def test_commands(tmp_path: Path) -> None:
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     load_model(config).save_pretrained(folder / "exported")  # type: ignore[operator]
     for program, *words in COMMANDS:
-        done = subprocess.run(
-            [sys.executable, *MODULES[program.removeprefix(".venv/bin/")], *words],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "launcher", "tools")),
-            },
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
+        done = run_program(*MODULES[program.removeprefix(".venv/bin/")], *words, folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     lines_of = [json.loads(line) for line in (folder / "dpo" / "metrics.jsonl").open()]
     margins = [line["dpo/margin"] for line in lines_of if "dpo/margin" in line]
