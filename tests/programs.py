@@ -83,7 +83,7 @@ class Program:
         deadline = time.monotonic() + timeout_s
         while True:
             ended = not self._process.is_alive()
-            text = self._outputs[0].read_text()
+            text = self._outputs[0].read_text(errors="replace")
             if found := re.search(pattern, text):
                 return found
             assert not ended, text
@@ -265,8 +265,9 @@ class _Popen(subprocess.Popen):
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
-                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, usual)
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Python does so when it starts
         keep = {0, 1, 2, *pass_fds}
         for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
             if descriptor not in keep:
