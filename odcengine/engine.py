@@ -1,7 +1,7 @@
 """The engine: joins transport, sharding and data, and runs the protocol of a minibatch.
 
 ``odcengine.initialize`` (in ``build.py``) makes an :class:`OdcEngine`, which is then called from the user's
-own loop. ``OdcEngine.step`` ends a minibatch: barrier A, and from there to flag B ``boundary.py``.
+own loop. ``OdcEngine.step`` ends a minibatch: barrier A, and from there to flag B ``_boundary.py``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from odcengine._boundary import Boundary, Own, Times
 from odcengine._garbage import QuietGarbage
 from odcengine._summed_loss import LossFn, SummedLoss
 from odcengine._sums import sum_over_ranks
 from odcengine.balance.online import Work
-from odcengine.boundary import Boundary, Own, Times
 from odcengine.checkpoint.calls import CheckpointCalls
 from odcengine.checkpoint.checkpoints import Checkpoints
 from odcengine.checkpoint.state import Trained

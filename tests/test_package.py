@@ -44,6 +44,12 @@ def test_import_and_config_need_no_torch() -> None:
     assert run_python("-c", code) == "[]"
 
 
+def test_no_module_has_a_public_name() -> None:
+    """Imported, it would stand in the name's place; a whole run has imported them all."""
+    files = {path.stem for path in (ROOT / "odcengine").iterdir()}
+    assert not files & {name for name in odcengine.__all__ if not name.startswith("__")}
+
+
 def test_public_names_resolve_and_others_do_not() -> None:
     assert set(odcengine.__all__) <= set(dir(odcengine))
     for name in odcengine.__all__:

@@ -13,7 +13,7 @@ from transport.conformance import state
 
 SCRIPT = """
 import os, pathlib, signal, torch, odcengine
-from odcengine.boundary import Boundary
+from odcengine._boundary import Boundary
 
 mine = pathlib.Path("pid" + os.environ["RANK"])
 mine.with_suffix(".part").write_text(str(os.getpid()))

@@ -23,7 +23,7 @@ from transport.conformance import end_stopped, state
 
 import odcengine
 from engine.toy import Case, TinyLM, config_for, loss_of, make_model, micro_batches
-from odcengine import OdcEngine, boundary
+from odcengine import OdcEngine, _boundary
 from odcengine import engine as engine_module
 from odcengine._words import Word
 from odcengine.errors import ConfigError, UsageError
@@ -338,7 +338,7 @@ def test_thawing_after_initialize_is_refused() -> None:
 def _bad_gradient(rank: int, world_size: int) -> dict[str, Any]:
     """Also by the way of GPUs, whose hosts learn of it after the update; fused optimizers run on CPUs too."""
     found: dict[str, Any] = {"in turn": _train_badly(rank, world_size, _engine())}
-    with mock.patch.object(boundary.Boundary, "_runs_ahead", return_value=True):
+    with mock.patch.object(_boundary.Boundary, "_runs_ahead", return_value=True):
         engine = odcengine.initialize(
             model=make_model(Case("x")),
             config=config_for(Case("x")),
@@ -360,7 +360,7 @@ def _train_badly(rank: int, world_size: int, engine: OdcEngine) -> tuple[list[bo
                 loss, count = loss * 0, 0
             engine.backward(loss, count=count)
         before = [p.detach().to_local().clone() for p in engine.parameters()]
-        with mock.patch.object(boundary.logger, "warning", lambda text, *values: told.append(text % values)):
+        with mock.patch.object(_boundary.logger, "warning", lambda text, *values: told.append(text % values)):
             applied.append(engine.step().applied)
         same = all(torch.equal(a, b.to_local()) for a, b in zip(before, engine.parameters(), strict=True))
         assert same != applied[-1]
