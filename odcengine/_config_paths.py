@@ -31,9 +31,10 @@ def _problems(config: Config) -> Iterator[Problem]:
     if model.lora is not None and model.lora.path is not None:
         message = _folder_with(model.lora.path, "adapter_config.json", "an adapter as peft saves it")
         yield from _told(("model", "lora", "path"), message)
-    if config.data.path is not None:
-        message = _folder_with(config.data.path, "meta.json", "a directory that odc prepare made")
-        yield from _told(("data", "path"), message)
+    for key, name in (("path", config.data.path), ("eval_path", config.data.eval_path)):
+        if name is not None:
+            message = _folder_with(name, "meta.json", "a directory that odc prepare made")
+            yield from _told(("data", key), message)
     if checkpoint.resume not in ("auto", "none") and not _expand(checkpoint.resume).is_dir():
         yield Problem(("checkpoint", "resume"), _missing(checkpoint.resume))
     folders = {

@@ -310,6 +310,7 @@ model:
     path: adapter
 data:
   path: data/sft
+  eval_path: adapter
 checkpoint:
   dir: file/saved
   resume: /none/step_7
@@ -345,13 +346,14 @@ def test_paths_that_are_not_there_are_told_with_their_lines(
         f"it is not downloaded yet ({tmp_path / 'hub'}), which the ranks would have to do",
         "c.yaml:6: model.lora.path: adapter has no adapter_config.json; expected an adapter as peft saves it",
         f"c.yaml:8: data.path: {missing('data/sft')}",
-        f"c.yaml:10: checkpoint.dir: file/saved cannot be a folder: {tmp_path / 'file'} is a file",
-        f"c.yaml:11: checkpoint.resume: {missing('/none/step_7')}",
-        "c.yaml:13: monitor.jsonl: . is a folder; expected a file",
-        f"c.yaml:16: launch.log_dir: closed/logs cannot be made: {tmp_path / 'closed'} is not writable for "
+        "c.yaml:9: data.eval_path: adapter has no meta.json; expected a directory that odc prepare made",
+        f"c.yaml:11: checkpoint.dir: file/saved cannot be a folder: {tmp_path / 'file'} is a file",
+        f"c.yaml:12: checkpoint.resume: {missing('/none/step_7')}",
+        "c.yaml:14: monitor.jsonl: . is a folder; expected a file",
+        f"c.yaml:17: launch.log_dir: closed/logs cannot be made: {tmp_path / 'closed'} is not writable for "
         f"this user on {host}",
-        f"c.yaml:17: launch.hostfile: {missing('hosts')}",
-        f"c.yaml:18: launch.container_image: {missing('images/none.sqsh')}",
+        f"c.yaml:18: launch.hostfile: {missing('hosts')}",
+        f"c.yaml:19: launch.container_image: {missing('images/none.sqsh')}",
     ]
     assert main(["c.yaml"]) == 0
     shown = capsys.readouterr()
@@ -371,7 +373,7 @@ def test_paths_that_are_there(
     (tmp_path / "c.yaml").write_text(
         "train_batch_size: 8\n"
         "model: {path: model, reference: org/name, lora: {path: adapter}}\n"
-        "data: {path: data}\n"
+        "data: {path: data, eval_path: data}\n"
         "checkpoint: {dir: saved, resume: saved/step_7}\n"
         "monitor: {jsonl: metrics.jsonl, timeline_dir: new, timeline_every: 5}\n"
         "launch: {hostfile: hosts, container_image: 'nvcr.io#nvidia/pytorch:26.01-py3', log_dir: logs}\n"

@@ -124,6 +124,15 @@ def test_lines_of_a_run_that_was_resumed_or_is_still_writing(tmp_path: Path) -> 
     assert compare(run, other) == "run and other have no step in common whose tokens are known"
 
 
+def test_losses_of_held_out_data_are_told(tmp_path: Path) -> None:
+    losses = {0: 2.5, 4: 1.25, 8: 1.5}
+    lines = [{"step": step, "eval/loss": loss, "eval/perplexity": 3.0} for step, loss in losses.items()]
+    lines += [{"step": 8, "other/loss": None, "dpo/accuracy": 0.5}]
+    run = Run.read(write_run(tmp_path / "run", [facts(step, 2) for step in range(9)] + lines))
+    assert len(run.steps) == 9
+    assert run.summary()[3:] == ["  eval/loss 1.5000 after 8 steps; lowest of 3: 1.2500 after 4"]
+
+
 def test_a_reader_of_the_output_that_has_gone(tmp_path: Path) -> None:
     TokenDataset.write(tmp_path / "tokens", [{"input_ids": [1, 2]}])
     reading, writing = os.pipe()

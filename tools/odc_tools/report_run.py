@@ -37,11 +37,13 @@ class Run:
         name: of its folder.
         steps: facts of each step, rising; of a step that was done twice the last.
         timelines: recorded minibatches, by step.
+        evaluations: of each held-out data set the losses, by step.
     """
 
     name: str
     steps: list[dict[str, Any]]
     timelines: dict[int, Path]
+    evaluations: dict[str, dict[int, float]]
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -56,6 +58,7 @@ class Run:
         """
         metrics = path if path.is_file() else _metrics_in(path)
         steps: dict[int, dict[str, Any]] = {}
+        evaluations: dict[str, dict[int, float]] = {}
         with open(metrics, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 try:
@@ -63,6 +66,10 @@ class Run:
                     step = int(facts["step"])
                     if not any("/" in key for key in facts):  # an evaluation, or numbers of the script
                         steps[step] = facts
+                    for name, _, key in (key.rpartition("/") for key in facts):
+                        loss = facts[f"{name}/loss"] if key == "loss" and name else None
+                        if loss is not None:
+                            evaluations.setdefault(name, {})[step] = float(loss)
                 except (ValueError, KeyError, TypeError) as error:
                     if not line.endswith("\n"):
                         break  # of a run that is writing it, or was cut off
@@ -72,7 +79,7 @@ class Run:
         folder = metrics.parent if path.is_file() else path
         found = [*folder.glob("step[0-9]*.json"), *folder.glob("*/step[0-9]*.json")]
         timelines = {int(file.stem.removeprefix("step")): file for file in found if file.stem[4:].isdigit()}
-        return cls(folder.resolve().name, [steps[step] for step in sorted(steps)], timelines)
+        return cls(folder.resolve().name, [steps[step] for step in sorted(steps)], timelines, evaluations)
 
     @property
     def idle_shares(self) -> Array:
@@ -101,6 +108,12 @@ class Run:
             worst = int(per_rank.argmax())
             lines.append(
                 f"  idle {per_rank.mean():.1%} on average, most on rank {worst}: {per_rank[worst]:.1%}"
+            )
+        for name, losses in self.evaluations.items():
+            last, best = max(losses), min(losses, key=losses.__getitem__)
+            lines.append(
+                f"  {name}/loss {losses[last]:.4f} after {last} steps; lowest of {len(losses)}: "
+                f"{losses[best]:.4f} after {best}"
             )
         return lines
 
