@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from odcengine.errors import PeerError
 from odcengine.topology import Topology
@@ -23,6 +26,69 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
     def add(self, key: str, amount: int) -> int: ...
     def delete_key(self, key: str) -> bool: ...
+
+
+class TimedStore:
+    """A store whose calls end.
+
+    A call of a store waits for its server in C++, and so for ever where that process is frozen or its host is
+    cut off: no deadline of Python's own is looked at meanwhile. So calls run on a thread that may be left.
+
+    Args:
+        store: the store.
+        timeout_s: longest time until it answers.
+    """
+
+    def __init__(self, store: Store, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lost = False
+        self._calls: _Calls = queue.SimpleQueue()
+        threading.Thread(target=_answer, args=(store, self._calls), name="odc-store", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def set(self, key: str, value: str) -> None:
+        self._call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._call("get", key)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._call("check", keys))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", key, amount))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._call("delete_key", key))
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Raises RuntimeError, as torch's stores do, where no answer comes in time; from then on at once."""
+        outcome: list[Any] = []
+        done = threading.Event()
+        if not self._lost:
+            self._calls.put((name, args, outcome, done))
+            self._lost = not done.wait(self._timeout_s)
+        if self._lost:
+            raise RuntimeError(f"it has not answered for {self._timeout_s:g} s (odc.timeout_s)")
+        value, error = outcome
+        if error is not None:
+            raise error
+        return value
+
+
+_Calls = queue.SimpleQueue[tuple[str, tuple[Any, ...], list[Any], threading.Event] | None]
+
+
+def _answer(store: Store, calls: _Calls) -> None:
+    """Do one call after the other until there is a None."""
+    while (call := calls.get()) is not None:
+        name, args, outcome, done = call
+        try:
+            outcome += (getattr(store, name)(*args), None)
+        except Exception as error:
+            outcome += (None, error)
+        done.set()
 
 
 class OtherNodes:
@@ -44,7 +110,7 @@ class OtherNodes:
         timeout_s: float,
     ) -> None:
         self._topology = topology
-        self._store = store
+        self._store = TimedStore(store, timeout_s)
         self._signs = signs
         self._seen: dict[int, tuple[int, int, bool]] = {}  # rank: progress, when it moved, waits
         self._interval_s = min(_INTERVAL_S, timeout_s / 6)

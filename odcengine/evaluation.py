@@ -147,7 +147,7 @@ class EvaluationCalls(abc.ABC):
                 "evaluate: there is no held-out data; give evaluate(data), initialize(eval_data=...), or "
                 "data.eval_path in the configuration"
             )
-        training = self.module.training
+        modes = [(module, module.training) for module in self.module.modules()]  # parts may differ
         try:
             with self._control.phase(Phase.EVALUATING):
                 if loader.packs:
@@ -158,7 +158,8 @@ class EvaluationCalls(abc.ABC):
                 self._sharding.reshard()
                 total = self._add_up(loader, sums)
         finally:
-            self.module.train(training)
+            for module, training in modes:
+                module.training = training
             if data is not None:
                 loader.close()
         self._begin_anew()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import odcengine
-from odcengine.config import load_config
+from odcengine.config import Config, load_config
 from odcengine.data import MicroBatch, TokenDataset
 from odcengine.errors import ConfigError
 from odcengine.losses import causal_lm_logprobs
@@ -46,11 +46,12 @@ def main() -> None:
     # Nothing is trained, resumed or saved here, and there is no second model.
     keys = {
         **config.resolved(),
-        "data": {},
+        "data": {},  # pairs over the limit are left out below, as in training
         "monitor": {},
         "checkpoint": {},
         "model": {**config.resolved()["model"], "reference": None},
     }
+    kept = _within_limits(pairs.lengths, config)
     engine, *_ = odcengine.initialize(config=keys)
     rank, world_size = engine.topology.rank, engine.topology.world_size
 
@@ -60,8 +61,8 @@ def main() -> None:
 
     with engine:
         rows = []
-        for start in range(0, len(pairs), PAIRS_AT_ONCE):
-            mine = range(start + rank, min(start + PAIRS_AT_ONCE, len(pairs)), world_size)
+        for start in range(0, len(kept), PAIRS_AT_ONCE):
+            mine = kept[start : start + PAIRS_AT_ONCE][rank::world_size]
             samples = [{"sequences": _as_numbers(pairs[number]), "number": number} for number in mine]
             for sample in engine.annotate(samples, logprobs):
                 found = [float(sequence["ref_logprobs"]) for sequence in sample["sequences"]]
@@ -74,10 +75,30 @@ def main() -> None:
         engine.sum_over_ranks({"written": 1.0})
         if rank == 0:
             of_pair = {int(row[0]): row[1:] for part in parts for row in np.load(part).tolist()}
-            TokenDataset.write(arguments.out, (_with(pairs[n], of_pair[n]) for n in range(len(pairs))))
+            TokenDataset.write(arguments.out, (_with(pairs[n], of_pair[n]) for n in kept))
             for part in parts:
                 part.unlink()
             logging.info("written to %s", arguments.out)
+
+
+def _within_limits(lengths: np.ndarray, config: Config) -> list[int]:
+    """The pairs that training will use: with ``data.too_long: skip`` those that a micro-batch can hold."""
+    limit = min(config.balance.max_tokens_per_micro_batch, config.data.max_length)
+    if config.data.too_long != "skip":
+        return list(range(len(lengths)))  # one that is too long is an error, with its number
+    kept = [int(number) for number in np.flatnonzero(np.asarray(lengths) <= limit)]
+    if len(kept) < len(lengths):
+        logging.warning(
+            "%d of %d pairs are over the limit of %d tokens and left out",
+            len(lengths) - len(kept),
+            len(lengths),
+            limit,
+        )
+    if not kept:
+        raise ConfigError(
+            f"data: no pair has at most {limit} tokens; raise balance.max_tokens_per_micro_batch"
+        )
+    return kept
 
 
 def _as_numbers(pair: dict[str, list[dict[str, np.ndarray]]]) -> list[dict[str, np.ndarray]]:

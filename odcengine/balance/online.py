@@ -219,8 +219,8 @@ class OnlineCost:
         self._newest = Fit(self._prior, (1.0,) * self.num_ranks, 0, 0.0)
 
 
-def _numbers_of(cost: CostModel) -> list[float]:
-    return [cost.linear, cost.quadratic, cost.overhead]
+def _numbers_of(cost: CostModel) -> list[float | None]:
+    return [cost.linear, cost.quadratic, cost.per_micro_batch]
 
 
 class _Step:

@@ -52,6 +52,7 @@ Costs = Callable[[Sequence[int]], "npt.NDArray[np.float64]"]
 
 _JSON_VERSION = 2
 _LARGEST_WEIGHT = 1 << 24
+_MOST_OVERHEAD = 1e6  # of a micro-batch, in costs of the costliest sample; more makes no other plan
 _LINES_IN_STR = 16
 
 
@@ -254,7 +255,7 @@ def make_plan(
     paces = paces_of(speeds or [1.0] * num_ranks)
 
     def scaled(value: float) -> int:
-        return round(value / costs.max() * _LARGEST_WEIGHT) if lengths else 0
+        return round(min(value / float(costs.max()), _MOST_OVERHEAD) * _LARGEST_WEIGHT) if lengths else 0
 
     if strategy == "local_sort":
         ranks = local_sort(weights, limits, num_ranks)

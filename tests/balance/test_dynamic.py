@@ -108,6 +108,12 @@ def test_nothing_is_cut_on_the_strength_of_a_cost_that_is_not_known() -> None:
     assert len(bundles[0.0]) == 8
 
 
+def test_a_cost_of_micro_batches_beyond_all_measure() -> None:
+    cost = CostModel(1e-300, 0.0, per_micro_batch=1e30)
+    plan = make_plan([5, 3, 4], num_ranks=2, strategy="dynamic", max_tokens=10, cost=cost)
+    assert sorted(sample for bundle in plan.bundles for sample in bundle) == [0, 1, 2]
+
+
 def test_bundles_are_small_at_the_end_and_not_too_many() -> None:
     generator = random.Random(0)
     lengths = [int(min(65535, generator.lognormvariate(9.4, 0.8))) + 1 for _ in range(32 * 16)]

@@ -220,6 +220,16 @@ def test_state_goes_through_json_and_gives_the_same_fit() -> None:
     assert restored.fit() == online.fit()
 
 
+@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "c"]])
+def test_what_is_not_known_is_not_known_after_loading(hosts: list[str]) -> None:
+    """What a micro-batch costs; else a resumed run would cut bundles as if it were nothing."""
+    online = OnlineCost(WRONG, num_ranks=2, hosts=["a", "b"])
+    assert online.cost_model.per_micro_batch is None
+    restored = OnlineCost(WRONG, num_ranks=2, hosts=hosts)
+    restored.load_state_dict(json.loads(json.dumps(online.state_dict())))
+    assert restored.cost_model == online.cost_model
+
+
 def test_other_hosts_take_over_costs_and_no_speeds() -> None:
     cluster = Cluster([1.0, 0.7])
     online = OnlineCost(WRONG, num_ranks=2, hosts=["a", "b"])

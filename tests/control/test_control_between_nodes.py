@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from transport.conformance import MARGIN_S, Report, end_stopped, report_of, stat
 
 from odcengine._between_nodes import OtherNodes
 from odcengine.control import ControlBlock, Meeting, Phase
+from odcengine.errors import PeerError
 from odcengine.topology import Topology
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -223,6 +225,46 @@ def test_lost_store_blames_the_rank_that_served_it(tmp_path: Path) -> None:
         assert report.error_type == "PeerError", report
         assert report.culprit == 0, report
         assert report.seconds < 0.3 + LOOK_S + MARGIN_S, report
+
+
+def _store_freezes(rank: int, world: int, nodes: Nodes, token: str, folder: str) -> Report | None:
+    """The server's process is stopped, or its host is cut off: connections stay, and nothing answers."""
+    place = Place(rank, nodes, token, LIMIT_S)
+    if rank == 0:
+        Path(folder, "pid.new").write_text(str(os.getpid()))
+        Path(folder, "pid.new").rename(Path(folder, "pid"))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not Path(folder, "pid").exists() or state(int(Path(folder, "pid").read_text())) != "T":
+        time.sleep(0.01)
+    return report_of(
+        lambda: place.control.wait_epoch(1 - place.topology.local_rank, 5), control=place.control
+    )
+
+
+def test_store_that_does_not_answer_blames_the_rank_that_serves_it(tmp_path: Path) -> None:
+    """No call into it may wait for ever, on the other nodes or on the server's own."""
+    results = launch(_store_freezes, TWO_BY_TWO, str(tmp_path), during=end_stopped, timeout_s=60)
+    for report in values(results[1:]):
+        assert report.error_type in ("PeerError", "DeadlineError"), report
+        assert report.culprit == 0, report
+        assert report.seconds < 2 * LIMIT_S + LOOK_S + MARGIN_S, report
+
+
+def test_calls_of_a_store_that_does_not_answer_end() -> None:
+    asked = threading.Event()
+
+    class Frozen(HashStore):
+        def set(self, key: str, value: str) -> None:  # type: ignore[override]
+            asked.wait(30)
+
+    node = OtherNodes(Topology(1, ("a", "b"), ("a", "b"), TWO_BY_ONE), Frozen(), lambda: [(0, False)], 0.2)
+    start = time.monotonic()
+    with pytest.raises(PeerError, match=r"lost the store of rank 0 .*not answered for 0.2 s"):
+        node.exchange(now=True)
+    node.tell_failure("boom", 1, secondary=False)  # at once, and never raises
+    node.say_left()
+    assert 0.2 <= time.monotonic() - start < 0.2 + MARGIN_S
+    asked.set()
 
 
 def test_numbers_drawn_leave_one_key_in_the_store() -> None:

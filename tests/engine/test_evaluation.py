@@ -98,6 +98,16 @@ def _train(engine: OdcEngine, loader: Any, *, looks: bool) -> list[tuple[float, 
     return found
 
 
+def _modes_of_parts(engine: OdcEngine) -> tuple[bool, bool]:
+    """Whether the whole and a part train after an evaluation; the script has the part not train."""
+    *_, part = engine.module.modules()
+    part.eval()
+    engine.evaluate(HELD_OUT[:1])
+    found = engine.module.training, part.training
+    part.train()
+    return found
+
+
 def _run_way(rank: int, name: str, folder: Path) -> dict[str, Any]:
     way = WAYS[name]
     engine, _, loader, _ = odcengine.initialize(config=_config(way), model=_model(), training_data=TRAINING)
@@ -117,6 +127,7 @@ def _run_way(rank: int, name: str, folder: Path) -> dict[str, Any]:
         "one": engine.evaluate(HELD_OUT[:1], name="one"),
         "own loss": engine.evaluate(HELD_OUT, loss_fn=_with_lengths),
         "mode": engine.module.training,
+        "modes": _modes_of_parts(engine),
         "looked": _train(engine, loader, looks=True),
         "after": engine.evaluate(),
         "is kept": engine.evaluation is not None and engine.evaluation.step == 6,
@@ -187,6 +198,7 @@ def test_loss_is_that_of_one_process(name: str, ranks: list[dict[str, Any]]) -> 
         assert own.means == {"tokens": pytest.approx(own.num_tokens / len(HELD_OUT))}
         assert own.perplexity is None
         assert found["mode"]
+        assert found["modes"] == (True, False)
         assert found["is kept"]
 
 

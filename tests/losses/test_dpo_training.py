@@ -134,6 +134,8 @@ def _run(rank: int, world_size: int, folder: Path) -> list[Any]:
     os.environ["ODC_CONFIG"] = "dpo.json"
     _example("train", "--beta", "0.5")
     _example("precompute", "--out", "toy_known")
+    os.environ["ODC_CONFIG"] = "short.json"
+    _example("precompute", "--out", "short_known")
     os.environ["ODC_CONFIG"] = "known.json"
     _example("train", "--data", "toy_known", "--steps", "1")
     return found
@@ -173,6 +175,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config |= {"model": {"path": "model"}, "data": {"fields": ["ref_logprobs"]}}
     config |= {"monitor": {"jsonl": "known.jsonl"}}
     (folder / "known.json").write_text(json.dumps(config))
+    # Pairs have 8 to 14 tokens; some are too long.
+    config |= {"balance": {"max_tokens_per_micro_batch": 11}, "data": {"path": "toy", "too_long": "skip"}}
+    (folder / "short.json").write_text(json.dumps(config))
     return folder
 
 
@@ -198,6 +203,13 @@ def test_gradient_is_that_of_one_process(ranks: list[list[Any]]) -> None:
         # Both answers of each pair were in one micro-batch.
         counts = [number for rank in ranks for micro_batch in rank[way][3] for number in micro_batch]
         assert counts == [2] * len(LENGTHS)
+
+
+def test_pairs_that_training_skips_are_left_out(ranks: list[list[Any]], folder: Path) -> None:
+    lengths = TokenDataset.open(folder / "toy").lengths
+    kept = TokenDataset.open(folder / "short_known").lengths
+    assert 0 < len(kept) < len(lengths)
+    assert kept.tolist() == [length for length in lengths.tolist() if length <= 11]
 
 
 def test_the_example_learns(ranks: list[list[Any]], folder: Path) -> None:
