@@ -45,6 +45,7 @@ from odcengine.models.adapter import (
 from odcengine.models.stored import StoredModel
 from odcengine.monitor import Monitor
 from odcengine.optim import build_optimizer, build_scheduler
+from odcengine.ranks import read_rank_info
 from odcengine.rollouts.balance import Balancer
 from odcengine.rollouts.reference import Reference, ReferenceSource
 from odcengine.sharding.base import Sharding
@@ -54,7 +55,6 @@ from odcengine.sharding.on_demand import OnDemandSharding, plan_windows, slots_o
 from odcengine.sharding.report import describe_shards
 from odcengine.sharding.wrap import block_modules, check_model, group_modules, shard_model
 from odcengine.start import Job, equalize_weights, join, make_transport
-from odcengine.topology import read_rank_info
 from odcengine.transport.base import Grid, Transport
 
 logger = logging.getLogger(__name__)

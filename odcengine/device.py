@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from odcengine.control import ControlBlock
 from odcengine.errors import ConfigError
-from odcengine.topology import RankInfo
+from odcengine.ranks import RankInfo
 
 Mark = Any
 """A point in time of a device; see :meth:`Device.mark`."""

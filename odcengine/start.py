@@ -29,7 +29,8 @@ from odcengine.config import DEVICE_OF_TRANSPORT, Config
 from odcengine.control import ControlBlock
 from odcengine.device import Device, check_devices, choose_device, identity_of, unmapped_pair
 from odcengine.errors import ConfigError
-from odcengine.topology import RankInfo, Topology, build_topology
+from odcengine.ranks import RankInfo
+from odcengine.topology import Topology, build_topology
 from odcengine.transport._mpi_start import Mpi, start_mpi
 from odcengine.transport.base import Grid, Transport, WindowPlan
 from odcengine.transport.heap import heap_needed

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from odcengine.errors import ConfigError
-from odcengine.ranks import RankInfo, read_rank_info
-
-__all__ = ["RankInfo", "Topology", "build_topology", "machine_id", "read_rank_info"]
+from odcengine.ranks import RankInfo
 
 
 def machine_id() -> str:
@@ -99,7 +97,7 @@ def build_topology(
     """Group the ranks of the job into nodes. Collective: every rank calls it.
 
     Args:
-        info: this rank, from :func:`read_rank_info`.
+        info: this rank, from :func:`odcengine.ranks.read_rank_info`.
         exchange: gathers one short string from every rank, in rank order.
         node_size: cut each node into groups of this many ranks (``odc.node_size``); None keeps real nodes.
 

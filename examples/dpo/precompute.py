@@ -20,7 +20,7 @@ from odcengine.config import Config, load_config
 from odcengine.data import MicroBatch, TokenDataset
 from odcengine.errors import ConfigError
 from odcengine.losses import causal_lm_logprobs
-from odcengine.topology import read_rank_info
+from odcengine.ranks import read_rank_info
 
 PAIRS_AT_ONCE = 4096
 
