@@ -5,6 +5,7 @@ odc-launch. Here the command's process is forked from the server of :mod:`distri
 what they need, and so are the Python processes that it starts itself. All else is as in a terminal:
 odc-launch's own process starts the ranks, reads what they print and ends with their exit code; each process
 has its own session, signals, environment, working folder, ``sys.argv``, ``sys.path`` and exit handlers.
+Where GPUs are seen, only the first process is forked: CUDA does not work in forks of those that have used it.
 
 What is read while Python starts or a library is imported (``MALLOC_``, ``HF_``) is the test process's own.
 """
@@ -191,10 +192,15 @@ def _run_script(path: str) -> None:
 
 def _execv(program: str, args: Sequence[str], exec_: Any = os.execv) -> NoReturn:
     """``os.execv``, which starts no other Python than the one that runs."""
-    if program != sys.executable:
+    if program != sys.executable or _sees_gpus(os.environ):
         exec_(program, args)
     atexit._clear()
     _interpret(args[1:], dict(os.environ))
+
+
+def _sees_gpus(env: Mapping[str, str]) -> bool:
+    """Whether a process may have used CUDA, which does not work in forks of it."""
+    return env.get("CUDA_VISIBLE_DEVICES") != "" and Path("/dev/nvidiactl").exists()
 
 
 def _threads_sleep() -> bool:
@@ -236,6 +242,7 @@ class _Popen(subprocess.Popen):
     def _can_fork(self, args: Any, settings: Mapping[str, Any]) -> bool:
         return (
             args[0] == sys.executable
+            and not _sees_gpus(settings.get("env") or os.environ)
             and settings.keys() <= self._KNOWN
             and subprocess.PIPE not in settings.values()
             and _threads_sleep()

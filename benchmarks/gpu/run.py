@@ -65,13 +65,16 @@ MAIN = "fsdp2/lb_micro odc/lb_micro odc/lb_mini"
 ALL = "fsdp2/lb_micro odc/lb_micro odc/lb_mini odc/dynamic"
 FAST = "--compile --learn-costs --warm-up 5 --seeds 0-19 --rounds 1"
 
-NVSHMEM = "nvshmem or unmapped or two_hosts"  # layouts of tests/engine/test_gpu.py
+# Layouts of tests/engine/test_gpu.py.
+NVSHMEM = "nvshmem or unmapped or two_hosts"
+WIDE = "4_ranks or 2x2 or 8_ranks"
 
 PARTS: dict[str, tuple[Command, ...]] = {
     "tests": (
         checked("test-transport", "tests/transport/test_cuda_p2p.py"),
         checked("test-nvshmem", "tests/transport/test_nvshmem.py"),
-        checked("test-engine", f"tests/engine -k 'one_process and not ({NVSHMEM})'"),
+        checked("test-engine", f"tests/engine -k 'one_process and not ({NVSHMEM} or {WIDE})'"),
+        checked("test-engine-wide", f"tests/engine -k 'one_process and ({WIDE})'"),
         checked("test-engine-nvshmem", f"tests/engine -k 'one_process and ({NVSHMEM})'"),
         checked("test-engine-rest", "tests/engine -k 'not one_process'"),
         checked("test-rest", "tests/checkpoint tests/adapters tests/rollouts tests/models tests/tools"),

@@ -30,9 +30,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "unmapped": (2, {"transport": "nvshmem", "unmapped": True}),
     # Two emulated hosts, full sharding over both: each has a control block of its own.
     "two_hosts": (2, {"transport": "nvshmem", "unmapped": True, "sharding": "full", "node_size": 1}),
-    "4": (4, {}),
+    "4_ranks": (4, {}),
     "2x2": (4, {"sharding": "hybrid", "node_size": 2}),
-    "8": (8, {}),
+    "8_ranks": (8, {}),
 }
 EQUAL_COUNTS = ("collective", "lockstep")  # these need the same number of micro-batches on every rank
 # Ranks run different experts, or evaluate while others do not; FSDP2's own reduction even needs the same
@@ -53,7 +53,10 @@ def _run_all(
 def _layout(layout: str) -> list[RankResult]:
     world_size, odc = LAYOUTS[layout]
     names = [case.name for case in CASES if case.name not in STUCK.get(layout, ())]
-    return run_ranks(_run_all, world_size, names, layout in EQUAL_COUNTS, odc, timeout_s=90, gpus=True)
+    shared = math.ceil(world_size / NUM_GPUS)  # ranks of a GPU
+    return run_ranks(
+        _run_all, world_size, names, layout in EQUAL_COUNTS, odc, timeout_s=90 * shared, gpus=True
+    )
 
 
 def _reference_in_process(rank: int, _: int, name: str, world_size: int, equal: bool) -> dict[str, Any]:

@@ -233,4 +233,10 @@ def _adopts_wrong_rank(rank: int, world: int, backend: Backend, token: str) -> N
     backend.make(rank, token)
     from nvshmem import bindings, core
 
-    start._adopt(start.Nvshmem(core, bindings, "NVSHMEM"), rank, world + 2)
+    # Each process tells what it found; the others of this job found the same with their own rank.
+    start._adopt(
+        start.Nvshmem(core, bindings, "NVSHMEM"),
+        rank,
+        world + 2,
+        lambda found: [found.replace(f"PE {rank} ", f"PE {other} ") for other in range(world + 2)],
+    )

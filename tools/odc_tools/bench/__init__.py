@@ -95,7 +95,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add(
         "--learn-costs",
         action="store_true",
-        help="plan with costs and speeds fitted to the warm-up pass, as balance.learn_costs does",
+        help="plan with costs and speeds fitted to the warm-up pass and to the workloads before, as "
+        "balance.learn_costs does",
     )
     add(
         "--warm-up",

@@ -205,13 +205,8 @@ class _Run:
         del self._minibatches[first:]
 
     def _plan_anew(self) -> None:
-        """Plan all minibatches, for all methods, with the costs and speeds that warming up has shown."""
+        """Plan all minibatches, for all methods, with the costs and speeds that were seen until now."""
         options, size = self._options, self._ranks.world_size
-        for step in self._record["steps"]:
-            if step["method"].startswith("odc/") and not step["first"]:  # that one compiles kernels
-                strategy = MethodName.parse(step["method"]).strategy
-                if strategy != "dynamic":
-                    self._learned.update(self._minibatches[step["minibatch"]].plans[strategy], step["busy_s"])
         fit = self._learned.fit()
         self._record["learned"] = dataclasses.asdict(fit)
         if not fit.num_steps:
@@ -292,6 +287,8 @@ class _Run:
             seconds, compiled, outcome = self._time(method, minibatch)
             if first:
                 method.after_first()
+            elif not compiled:
+                self._learn(method.name, minibatch, outcome)
             self._record["steps"].append(
                 {
                     "round": round_,  # -1: warm-up
@@ -303,6 +300,11 @@ class _Run:
                     **dataclasses.asdict(outcome),
                 }
             )
+
+    def _learn(self, name: MethodName, minibatch: Minibatch, outcome: Outcome) -> None:
+        """What a planned minibatch teaches; with ``limit`` ranks are busy for less than they need."""
+        if name.kind == "odc" and name.strategy != "dynamic" and outcome.busy_s is not None:
+            self._learned.update(minibatch.plans[name.strategy], outcome.busy_s)
 
     def _time(self, method: Method, minibatch: Minibatch) -> tuple[float, int, Outcome]:
         """Seconds and graphs compiled of the rank with most of them, and what came out."""
