@@ -182,6 +182,21 @@ class Slots:
             shared[Word.DRAWN] = number + 1
         return number
 
+    def note_drawn(self, serial: int, count: int, limit_s: float) -> None:
+        """Leave for this node's ranks that ``count`` numbers of minibatch ``serial`` are drawn, at least."""
+        shared = self.words[0]
+        with self.locked(0, limit_s):
+            if (shared[Word.DRAWN_FROM], shared[Word.DRAWN]) < (serial, count):
+                shared[Word.DRAWN_FROM], shared[Word.DRAWN] = serial, count
+
+    def num_drawn(self, serial: int) -> int:
+        """How many numbers of minibatch ``serial`` are known to be drawn.
+
+        Without the lock: between two stores of another rank it may be what was drawn from an older minibatch.
+        """
+        shared = self.words[0]
+        return int(shared[Word.DRAWN]) if shared[Word.DRAWN_FROM] == serial else 0
+
     # -- words for messages ----------------------------------------------------------------------------
 
     def describe(self, index: int) -> str:

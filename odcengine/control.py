@@ -502,9 +502,15 @@ class ControlBlock:
         """
         self.check()
         self.beat()
-        if self._other_nodes is not None:
-            return self._other_nodes.draw(serial)
-        return self._slots.draw(serial, self.timeout_s)
+        if self._other_nodes is None:
+            return self._slots.draw(serial, self.timeout_s)
+        number = self._other_nodes.draw(serial)
+        self._slots.note_drawn(serial, number + 1, self.timeout_s)
+        return number
+
+    def num_drawn(self, serial: int) -> int:
+        """How many numbers of minibatch ``serial`` are drawn, at least: what this node knows. No wait."""
+        return self._slots.num_drawn(serial)
 
     # -- the rest --------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ Mark = Any
 """A point in time of a device; see :meth:`Device.mark`."""
 
 SHARE_VARIABLE = "ODC_SHARE_GPUS"
+_LEFT_TO_DO = 2  # groups of a backward, a block and the embedding mostly, when more is drawn
 
 
 def shares_gpus() -> bool:
@@ -89,13 +90,17 @@ class Device(abc.ABC):
             then. It raises PeerError where another rank fails or dies meanwhile.
         """
 
-    def micro_batch_enqueued(self) -> None:  # noqa: B027 - a CPU has no backlog
+    def gradients_enqueued(self) -> None:  # noqa: B027 - on a CPU what is enqueued is done
+        """Called in each backward, in the order of the current stream, when one more group has them."""
+
+    def micro_batch_enqueued(self) -> None:  # noqa: B027
         """Called after each backward."""
 
-    def wait_for_backlog(self, control: ControlBlock) -> None:  # noqa: B027
-        """Wait until at most one micro-batch is enqueued behind the one that is being computed.
+    def wait_until_nearly_done(self, control: ControlBlock, needless: Callable[[], bool]) -> None:  # noqa: B027
+        """Wait until the device is in the last two groups of the last backward, or ``needless()`` is true.
 
-        Who draws work must not draw what its device will only get to long after: another rank may be free.
+        Whoever draws work must not draw what its device will only get to later: another rank may be free
+        before. What is left of the backward hides how long the host takes for the next first kernel.
         """
 
     def sum_over_ranks(self, values: torch.Tensor) -> None:
@@ -139,7 +144,9 @@ class CudaDevice(Device):
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
-        self._ended: deque[torch.cuda.Event] = deque(maxlen=2)
+        self._draws = False
+        self._gradients: deque[torch.cuda.Event] = deque(maxlen=1 + _LEFT_TO_DO)  # of a backward, the last
+        self._nearly_done: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Mark:
@@ -151,7 +158,7 @@ class CudaDevice(Device):
         return float(start.elapsed_time(end)) / 1e3
 
     def wait_for(self, mark: Mark, control: ControlBlock) -> None:
-        _wait(mark, "the GPU's work of the minibatch", control)
+        _wait(mark.query, "the GPU's work of the minibatch", control)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -167,32 +174,45 @@ class CudaDevice(Device):
         finally:
             outer.wait_stream(self._stream)
 
-    def micro_batch_enqueued(self) -> None:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._ended.append(event)
+    def gradients_enqueued(self) -> None:
+        if self._draws:
+            self._gradients.append(_recorded_event())
 
-    def wait_for_backlog(self, control: ControlBlock) -> None:
-        if len(self._ended) == self._ended.maxlen:
-            _wait(self._ended[0], "the GPU's work before more is drawn", control)
+    def micro_batch_enqueued(self) -> None:
+        if self._draws:
+            full = len(self._gradients) == self._gradients.maxlen
+            self._nearly_done = self._gradients[0] if full else _recorded_event()
+            self._gradients.clear()
+
+    def wait_until_nearly_done(self, control: ControlBlock, needless: Callable[[], bool]) -> None:
+        self._draws = True
+        event, self._nearly_done = self._nearly_done, None
+        if event is not None:
+            done: Callable[[], bool] = event.query
+            _wait(lambda: done() or needless(), "the GPU's work before more is drawn", control)
 
     def start_fetch(self, values: torch.Tensor) -> Callable[[ControlBlock], list[float]]:
         landing = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
         landing.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event = _recorded_event()
 
         def finish(control: ControlBlock) -> list[float]:
-            _wait(event, "the GPU's work of the minibatch", control)
+            _wait(event.query, "the GPU's work of the minibatch", control)
             numbers: list[float] = landing.tolist()
             return numbers
 
         return finish
 
 
-def _wait(event: torch.cuda.Event, what: str, control: ControlBlock) -> None:
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _wait(ready: Callable[[], bool], what: str, control: ControlBlock) -> None:
     others = [index for index in range(len(control.topology.peers)) if index != control.topology.local_rank]
-    control.wait_until(event.query, what, lambda: others, everyone=True)
+    control.wait_until(ready, what, lambda: others, everyone=True)
 
 
 def choose_device(info: RankInfo, wanted: str) -> Device:

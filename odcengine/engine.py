@@ -142,7 +142,6 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
             functools.partial(_refuse_step, weakref.ref(self))
         )
         if loader is not None:
-            loader.before_draw = functools.partial(job.device.wait_for_backlog, job.control)
             loader.next_serial = self._next_serial
         self._sharding.publish(Changed.ALL)
         if config.model.compile:  # the first step: a rank that compiles makes no progress
@@ -209,12 +208,16 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
             self._device.micro_batch_enqueued()
         self._control.enter(Phase.BETWEEN, micro_batch=self._micro_batches)
 
-    def draw(self) -> int:
+    def draw(self, total: int | None = None) -> int:
         """Draw work, in a loop of the script's own: a number that no rank has drawn in this minibatch.
 
         Every rank draws until it gets a number for which there is no work, then calls :meth:`step`. On a GPU
-        it waits until the device is at the last micro-batch but one, so that no rank draws what it will only
-        get to long after. With the engine's loader set ``balance.strategy: dynamic`` instead.
+        it waits until the device is nearly done with what was drawn before, so that no rank draws what
+        another one could begin earlier. With the engine's loader set ``balance.strategy: dynamic`` instead.
+
+        Args:
+            total: numbers from this one on stand for no work. Where it is given, and all is drawn, nobody
+                waits any more.
 
         Returns:
             From 0 in every minibatch.
@@ -224,8 +227,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
             raise UsageError("draw: the loader draws already (balance.strategy: dynamic)")
         if self._balanced is not None and self._balanced.planned is None:
             raise UsageError("draw: what engine.balance() gave draws already (balance.strategy: dynamic)")
-        self._device.wait_for_backlog(self._control)
-        return self._control.draw(self._draw_serial)
+        return self._job.draw(self._draw_serial, total)
 
     # -- the minibatch's end ---------------------------------------------------------------------------
 

@@ -70,6 +70,19 @@ class Job:
     at_exit: Callable[[], None]
     mpi: Mpi | None = None
 
+    def draw(self, serial: int, total: int | None = None) -> int:
+        """The next number of minibatch ``serial`` that no rank has drawn yet, once this one is nearly free.
+
+        Args:
+            serial: see :meth:`ControlBlock.draw`.
+            total: how many numbers stand for work. Where all are drawn, nobody waits any more.
+        """
+        control = self.control
+        self.device.wait_until_nearly_done(
+            control, lambda: total is not None and control.num_drawn(serial) >= total
+        )
+        return control.draw(serial)
+
     def leave(self) -> None:
         """Give up the groups with their sockets and threads, once no rank uses them any more."""
         atexit.unregister(self.at_exit)

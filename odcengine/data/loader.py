@@ -97,8 +97,8 @@ class MinibatchLoader:
         fields: of the samples that packed micro-batches take along (see there).
         run_empty: give a dummy for every empty micro-batch of a plan, so that all ranks run the same number
             of forwards; needed where communication is collective or in lock-step, waste elsewhere.
-        draw: for ``dynamic``: called with the serial number of a minibatch, gives the next number that no
-            rank has drawn from it yet, from 0. Needed with several ranks.
+        draw: for ``dynamic``: called with the serial number of a minibatch and the number of its bundles,
+            gives the next number that no rank has drawn from it yet, from 0. Needed with several ranks.
         prefetch: micro-batches that a thread reads ahead of the one in use, also those of the next minibatch;
             0 to read in the caller's thread. None: 2 for a :class:`~odcengine.data.TokenDataset`, 0 for
             other data sets, whose code may not bear a thread (or draws random numbers that the model draws,
@@ -133,7 +133,7 @@ class MinibatchLoader:
         pad_to_multiple_of: int = 1,
         fields: Sequence[str] = (),
         run_empty: bool = True,
-        draw: Callable[[int], int] | None = None,
+        draw: Callable[[int, int], int] | None = None,
         prefetch: int | None = None,
         device: torch.device | None = None,
         timeout_s: float | None = None,
@@ -173,7 +173,6 @@ class MinibatchLoader:
         self._draw = draw or LocalCounter()
         # Counts whatever is drawn from; the same on all ranks. The engine puts its own here.
         self.next_serial: Callable[[], int] = functools.partial(next, itertools.count(1))
-        self.before_draw: Callable[[], None] = lambda: None
         self.pad_to_multiple_of = pad_to_multiple_of
         self.fields = tuple(fields)
         self.run_empty = run_empty and strategy in EQUAL_COUNT_STRATEGIES
@@ -263,17 +262,14 @@ class MinibatchLoader:
             self.index += 1
             self._current = self._unmeasured = self._take(self.epoch, self.index - 1)
             if self.strategy == "dynamic":
-                self._current.draw_from(functools.partial(self._draw_next, self.next_serial()))
+                total = len(self._current.plan.bundles)
+                self._current.draw_from(functools.partial(self._draw, self.next_serial(), total))
             self._plan_next()
             if self.on_load is not None:
                 self.on_load(self.asked_at, time.perf_counter(), None)
             yield self._current
         self.epoch += 1
         self.index = 0
-
-    def _draw_next(self, serial: int) -> int:
-        self.before_draw()
-        return self._draw(serial)
 
     def _take(self, epoch: int, index: int) -> Minibatch:
         """The minibatch that was planned in the background, or one planned now."""

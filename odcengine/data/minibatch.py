@@ -177,8 +177,8 @@ class LocalCounter:
     def __init__(self) -> None:
         self._serial, self._next = 0, 0
 
-    def __call__(self, serial: int) -> int:
-        """The next number of minibatch ``serial``, from 0."""
+    def __call__(self, serial: int, total: int) -> int:
+        """The next number of minibatch ``serial``, from 0; ``total`` and later ones stand for no work."""
         if serial != self._serial:
             self._serial, self._next = serial, 0
         self._next += 1

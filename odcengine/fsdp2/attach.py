@@ -99,6 +99,7 @@ class AttachedModel:
                 job.control,
                 between_nodes=job.between_nodes,
                 mark=job.device.mark,
+                gradients_enqueued=job.device.gradients_enqueued,
                 deterministic=deterministic,
                 scales=[
                     1.0
@@ -128,10 +129,15 @@ class AttachedModel:
 
     # -- a minibatch -----------------------------------------------------------------------------------
 
-    def draw(self) -> int:
+    def draw(self, total: int | None = None) -> int:
         """Draw work: a number, from 0 in every minibatch, that no rank has drawn yet.
 
-        Every rank draws until it gets a number for which there is no work, then calls :meth:`collect`.
+        Every rank draws until it gets a number for which there is no work, then calls :meth:`collect`. On a
+        GPU it waits until the device is nearly done with what was drawn before.
+
+        Args:
+            total: numbers from this one on stand for no work. Where it is given, and all is drawn, nobody
+                waits any more.
         """
         self._require_open()
         if self._state is _State.COLLECTED:
@@ -142,8 +148,7 @@ class AttachedModel:
         if self._micro_batches > self._enqueued:
             self._enqueued = self._micro_batches
             self._job.device.micro_batch_enqueued()
-        self._job.device.wait_for_backlog(self._control)
-        return self._control.draw(self.num_minibatches + 1)
+        return self._job.draw(self.num_minibatches + 1, total)
 
     def collect(self) -> None:
         """End the minibatch's micro-batches: all ranks' gradients are in ``.grad`` of the shards. Collective.

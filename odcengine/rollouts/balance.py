@@ -123,7 +123,7 @@ class Balancer:
         fields: Sequence[str] | None,
         collate_fn: Collate | None,
         serial: int,
-        before_draw: Callable[[], None],
+        draw: Callable[[int, int], int],
         *,
         all_of: Sequence[str] = (),
     ) -> Balanced:
@@ -135,7 +135,7 @@ class Balancer:
             fields: what micro-batches take along beside tokens and labels; None: what fits.
             collate_fn: makes micro-batches of samples; None: they are packed.
             serial: number for drawing.
-            before_draw: called before every draw.
+            draw: see :class:`~odcengine.data.MinibatchLoader`.
             all_of: what samples have under these names is packed even if it does not fit, and so refused.
         """
         plan = self.plan(stock)
@@ -178,10 +178,6 @@ class Balancer:
                     pack([position])  # the one that is wrong by itself says whose it is
                 raise
 
-        def draw() -> int:
-            before_draw()
-            return self._control.draw(serial)
-
         targets = stock.num_targets
         minibatch = Balanced(
             plan=plan,
@@ -196,7 +192,7 @@ class Balancer:
         )
         minibatch.samples = found
         if self.draws:
-            minibatch.draw_from(draw)
+            minibatch.draw_from(functools.partial(draw, serial, len(plan.bundles)))
         return minibatch
 
     def measured(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from odcengine.rollouts.generating import generating
 from odcengine.rollouts.reference import copy_weights, prepare_for_packing
 from odcengine.rollouts.samples import Sample, TensorSample, nested
 from odcengine.sharding.base import Changed, Sharding
+from odcengine.start import Job
 from odcengine.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class RolloutCalls(abc.ABC):
     _balanced: Balanced | None
     _control: ControlBlock
     _device: Device
+    _job: Job
     _sharding: Sharding
     _unprepared: list[nn.Module]
 
@@ -283,9 +284,8 @@ class RolloutCalls(abc.ABC):
             rank = self._control.topology.rank
             for number, sample in enumerate(tensors):
                 check_sample_is_finite(nested(sample), f"rank {rank}: sample {number}")
-        wait = functools.partial(self._device.wait_for_backlog, self._control)
         return self._balancer.minibatch(
-            tensors, stock, fields, collate_fn, self._next_serial(), wait, all_of=all_of
+            tensors, stock, fields, collate_fn, self._next_serial(), self._job.draw, all_of=all_of
         )
 
     def _prepare_packing(self, longest: int | None) -> None:

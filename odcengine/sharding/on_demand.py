@@ -82,6 +82,7 @@ class OnDemandSharding(Sharding):
         control: the node's control block.
         between_nodes: process group of the ranks with this rank's local index, one a node; None on one node.
         mark: a point in time of the device; see ``Device.mark``.
+        gradients_enqueued: called before a group's gradients are pushed; see ``Device.gradients_enqueued``.
         lockstep: meet all ranks of the node before every gather and push. Only for measuring: it shows what
             decoupling gives on the same transport. Needs equal programs on all ranks.
         deterministic: every rank of the node adds into a slot of its own, and the slots are summed in the
@@ -103,6 +104,7 @@ class OnDemandSharding(Sharding):
         *,
         between_nodes: dist.ProcessGroup | None = None,
         mark: Callable[[], Mark] = time.perf_counter,
+        gradients_enqueued: Callable[[], None] = lambda: None,
         lockstep: bool = False,
         deterministic: bool = False,
         chosen_experts: bool = False,
@@ -113,6 +115,7 @@ class OnDemandSharding(Sharding):
         self._lockstep = lockstep
         self._between_nodes = between_nodes
         self._mark = mark
+        self._gradients_enqueued = gradients_enqueued
         self._crossed_before = 0
         prove_layout(self.groups)
         grid, num_slots = transport.grid, slots_of(transport.grid, deterministic=deterministic)
@@ -258,6 +261,7 @@ class OnDemandSharding(Sharding):
         """
         self.check_counted()
         self.blocked.num_pushes += 1
+        self._gradients_enqueued()
         if self._lockstep:
             waited = self.transport.barrier(Meeting.LOCKSTEP_PUSH, group.index)
             self.blocked.wait_s += waited

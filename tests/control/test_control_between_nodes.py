@@ -281,6 +281,35 @@ def test_numbers_drawn_leave_one_key_in_the_store() -> None:
     assert store.num_keys() == 1
 
 
+def _draw_or_look(rank: int, world: int, nodes: Nodes, token: str) -> tuple[list[int], list[int]]:
+    """The first rank of each node draws all there is, of two minibatches; the others look on."""
+    place, total, drawn, seen = Place(rank, nodes, token), 20, list[int](), list[int]()
+    for serial in (1, 2):
+        seen.append(place.control.num_drawn(serial))
+        place.control.barrier(Meeting.END_OF_STEP, 2 * serial)
+        if rank == place.topology.peers[0]:
+            while (number := place.control.draw(serial)) < total:
+                drawn.append(number)
+        deadline = time.monotonic() + 30
+        while place.control.num_drawn(serial) < total:
+            assert time.monotonic() < deadline, place.control.num_drawn(serial)
+        place.control.barrier(Meeting.END_OF_STEP, 2 * serial + 1)
+        seen.append(place.control.num_drawn(serial))
+    place.leave(others=world - 1)
+    return drawn, seen
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 1),)])
+def test_ranks_know_what_was_drawn_by_others_of_their_node(nodes: Nodes) -> None:
+    results = values(launch(_draw_or_look, nodes))
+    numbers = [number for drawn, _ in results for number in drawn]
+    assert sorted(numbers) == sorted([*range(20), *range(20)])
+    for _, seen in results:
+        assert seen[0] == seen[2] == 0
+        assert 20 < seen[1] <= 20 + len(nodes)  # each node has drawn one too many
+        assert 20 < seen[3] <= 20 + len(nodes)
+
+
 def _late_to_close(rank: int, world: int, nodes: Nodes, token: str) -> tuple[float, float]:
     """When a rank began to leave, and when it had left; ranks of one host share the clock."""
     place = Place(rank, nodes, token, LONG_LIMIT_S)

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -213,6 +214,33 @@ def _syncs_of_packed_rows(rank: int, world_size: int, source: str) -> int:
 def test_no_host_synchronisation_with_packed_rows(source: str) -> None:
     """Who brings micro-batches of one's own must not wait for each of them."""
     assert sum(values(run_ranks(_syncs_of_packed_rows, 2, source, timeout_s=60, gpus=True)))
+
+
+def _draws(rank: int, world_size: int) -> list[float]:
+    """Seconds of draws: the first one, with much enqueued, and with much enqueued but nothing left."""
+    case = BY_NAME["untied"]
+    engine, _, _, _ = odcengine.initialize(model=make_model(case), config=config_for(case))
+    (micro_batch, *_) = micro_batches(case.name, 0, world_size, equal=True)[rank]
+    seconds = []
+    for totals in ([None], [None, None, None], [99, 0]):  # the first minibatch compiles kernels
+        for total in totals:
+            torch.distributed.barrier(engine._host_group)
+            start = time.perf_counter()
+            engine.draw(total)
+            seconds.append(time.perf_counter() - start)
+            torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]  # a quarter of a second, or more
+            loss, count = loss_of(engine, micro_batch)
+            engine.backward(loss, count=count)
+        engine.step()
+        torch.cuda.synchronize()
+    engine.close()
+    return seconds
+
+
+def test_who_draws_waits_until_the_device_is_nearly_done() -> None:
+    for _, first, second, third, another, needless in values(run_ranks(_draws, 2, timeout_s=90, gpus=True)):
+        assert max(first, another, needless) < 0.1
+        assert min(second, third) > 0.15
 
 
 def _same_gpu(rank: int, world_size: int) -> None:

@@ -219,7 +219,7 @@ class OnDemand(Method):
 
     def _drawn(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         """Of all micro-batches those that this rank draws."""
-        while (number := self.engine.draw()) < len(micro_batches):
+        while (number := self.engine.draw(len(micro_batches))) < len(micro_batches):
             yield micro_batches[number]
 
     def outcome(self) -> Outcome:
