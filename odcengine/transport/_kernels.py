@@ -87,7 +87,8 @@ def bulk_add_kernel(
     ``lines0`` and so on are descriptors of the owners' memory as float32 [count // WIDTH, WIDTH] in blocks of
     HEIGHT lines; those past ROWS are None. A few programs of this kernel move as much as very many of
     :func:`scatter_add_kernel`, and take less from a computation beside them. Neighbouring blocks belong to
-    different rows, as there.
+    different rows, as there; for each program to come to all rows, their number and that of the programs have
+    no common divisor.
     """
     height = count // WIDTH
     columns = tl.arange(0, WIDTH)

@@ -100,12 +100,12 @@ class _Suite:
         self.sizes_mib = sizes_mib
         # Whole blocks of 64 bytes, so that every size holds both dtypes.
         self._nbytes = [max(64, round(size * 2**20) // 64 * 64) for size in sizes_mib]
-        largest = max(self._nbytes)
+        # As the engine has them: whole rows are pushed, which may go another way than parts.
         specs = [WindowSpec(f"parameters of {n} bytes", (1, n), torch.uint8) for n in self._nbytes]
-        specs.append(WindowSpec("accumulator", (1, largest // 4), torch.float32))
+        specs += [WindowSpec(f"accumulator of {n} bytes", (1, n // 4), torch.float32) for n in self._nbytes]
         windows = transport.allocate(WindowPlan.of(specs))
-        self._params: list[Window] = windows[:-1]
-        self._sums: Window = windows[-1]
+        self._params: list[Window] = windows[: len(self._nbytes)]
+        self._accumulators: list[Window] = windows[len(self._nbytes) :]
         self._start = torch.zeros(1, device=ranks.device)
         self._epoch = -1
         self._barriers = 0
@@ -115,11 +115,11 @@ class _Suite:
     def measure(self, index: int) -> dict[str, Any]:
         """All ways at one size: times, and what was wrong."""
         ranks, rank = self.ranks, self.ranks.rank
-        window, nbytes = self._params[index], self._nbytes[index]
+        nbytes = self._nbytes[index]
         self.ranks.say(f"{self.sizes_mib[index]:g} MiB a shard")
-        self._publish(window)
+        self._publish(index)
         buffers = _Buffers(ranks, nbytes)
-        calls = self._calls(window, buffers)
+        calls = self._calls(index, buffers)
         samples = self._take_turns(calls, self.repeats[index])
         self._land()
         ranks.sync()
@@ -130,7 +130,7 @@ class _Suite:
                 ("a pulled shard", self._pulled(buffers.pulled)),
                 ("an all-gathered shard", self._pulled(buffers.gathered)),
                 ("the shard that all pulled", self._pulled_from_owner(buffers.incast)),
-                ("the sum of what was pushed", self._summed(buffers, number)),
+                ("the sum of what was pushed", self._summed(index, buffers, number)),
                 (
                     "the reduce-scattered sum",
                     bool(torch.equal(buffers.reduced, buffers.expected(rank))),
@@ -152,17 +152,19 @@ class _Suite:
             "wrong": wrong,
         }
 
-    def _publish(self, window: Window) -> None:
+    def _publish(self, index: int) -> None:
         """Parameters of this rank, an empty accumulator, and flag B of all ranks."""
+        window = self._params[index]
         window.local[0].copy_(_parameters(self.ranks.rank, window.spec.shape[1], self.ranks.device))
-        self._sums.local.zero_()
+        self._accumulators[index].local.zero_()
         self._epoch += 1
         self.transport.signal_published(self._epoch)
         for peer in self.transport.grid.visits():
             self.transport.wait_published(peer, self._epoch)
 
-    def _calls(self, window: Window, buffers: _Buffers) -> dict[str, Call]:
-        transport, rank, sums, epoch = self.transport, self.ranks.rank, self._sums, self._epoch
+    def _calls(self, index: int, buffers: _Buffers) -> dict[str, Call]:
+        transport, rank, epoch = self.transport, self.ranks.rank, self._epoch
+        window, sums = self._params[index], self._accumulators[index]
         # In place, as FSDP2 calls both: the own shard lies in the output already.
         own_shard = buffers.gathered[rank]
         calls: dict[str, Call] = {
@@ -239,14 +241,14 @@ class _Suite:
             return True
         return bool(torch.equal(row, _parameters(_OWNER, row.numel(), row.device)))
 
-    def _summed(self, buffers: _Buffers, number: int) -> bool:
+    def _summed(self, index: int, buffers: _Buffers, number: int) -> bool:
         """The accumulator holds ``number`` pushes of each kind from every rank."""
         rank = self.ranks.rank
         expected = buffers.expected(rank) * (2 * number)
         if rank == _OWNER:
             own = _gradients(_OWNER, _OWNER, expected.numel(), expected.device)
             expected += (buffers.expected(_OWNER) - own) * number
-        return bool(torch.equal(self._sums.local[0, : expected.numel()], expected))
+        return bool(torch.equal(self._accumulators[index].local[0], expected))
 
     # -- beside a matrix product -----------------------------------------------------------------------
 
@@ -257,10 +259,10 @@ class _Suite:
             size: rows and columns of both matrices.
         """
         index = self._nbytes.index(max(self._nbytes))
-        window, device = self._params[index], self.ranks.device
+        device = self.ranks.device
         self.ranks.say(f"{size}^3 matrix product beside {self.sizes_mib[index]:g} MiB a shard")
-        self._publish(window)
-        calls = self._calls(window, _Buffers(self.ranks, self._nbytes[index]))
+        self._publish(index)
+        calls = self._calls(index, _Buffers(self.ranks, self._nbytes[index]))
         kept = ("pull", "push_fp32", "push_bf16", "all_gather", "reduce_scatter")
         beside: dict[str, Call] = {"alone": lambda: None} | {name: calls[name] for name in kept}
         left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
