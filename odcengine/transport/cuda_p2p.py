@@ -43,8 +43,8 @@ _PUBLISHED, _ARRIVED = 0, 1  # rows of words, one word a peer
 _WORD = 8
 _BLOCK, _WARPS = 2048, 8
 _LINE, _LINES, _BULK_WARPS = 256, 32, 8  # measured: benchmarks/gpu.md
-# Prime numbers, so that each program adds to all owners in turn. With 32 and 2 owners half of them would add to
-# this rank's own memory only, be done long before the others, and leave the link half used.
+# Prime numbers, so that each program adds to all owners in turn. With 32 and 2 owners half of them would only
+# add to this rank's own memory, be done long before the rest, and leave the link half used.
 _PUSH_CTAS, _BULK_CTAS = 131, 31
 _PUSHES_IN_FLIGHT = 2
 _MOST_PARTS = 1 << 14  # views that are kept, so that a pull need not make them
