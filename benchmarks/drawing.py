@@ -48,7 +48,7 @@ def ratios(drawn: Plan, planned: Plan, cost: CostModel) -> list[float]:
         [seconds(plan, Machine(cost)) for plan in (drawn, planned)],
         [sum(seconds(plan, noisy, seed) for seed in range(DRAWS)) for plan in (drawn, planned)],
         [sum(seconds(plan, machine) for machine in slow) for plan in (drawn, planned)],
-        [len(plan.bundles) for plan in (drawn, planned)],
+        [sum(map(len, plan.micro_batches)) for plan in (drawn, planned)],
     ]
     return [over / under for over, under in by_machine]
 

@@ -1,14 +1,17 @@
 """Bundles that ranks draw while they work (``dynamic``).
 
-Nobody says beforehand who computes what. The samples of a minibatch are cut into bundles, and whoever is free
-takes the next one, so that wrong costs and slow devices even out by themselves. How far apart the ranks end
-is at most the cost of a bundle that is drawn late, so the late ones are small.
+The samples of a minibatch are cut into bundles. Each rank begins with one of its own; who computes the others
+nobody says beforehand. Whoever is free takes the next one, so that wrong costs and slow devices even out by
+themselves. How far apart the ranks end is at most the cost of a bundle that is drawn late, so the late ones
+are small.
 
 Where the costs are right after all, drawing must not be worse than a plan. So bundles are made from one: the
 share of each rank in the plan of ``lb_mini`` is cut, and bundles are drawn in the order in which the plan
-begins them. Then ranks of one speed end no later than planned: each bundle is drawn no later than the plan
-begins it, since those before it are done no later either. (Costliest first, the usual order, may end a third
-later than the best plan (Graham, 1969); it ended 3% later with 4 samples a rank: ``benchmarks/balance.md``.)
+begins them. Then ranks end as planned, whatever their speeds: who is done with a bundle is so when its plan
+begins the next one, and that is the one to be drawn. The first bundles are the largest, and all of them begin
+at once; were they drawn, too, a rank that is known to be slow could get one that was cut for a fast one.
+(Costliest first, the usual order, may end a third later than the best plan (Graham, 1969); it ended 3% later
+with 4 samples a rank: ``benchmarks/balance.md``.)
 
 Every bundle costs what a micro-batch costs besides its samples. A share is cut as finely as its rank still
 ends within 2% of the plan; where that allows no cut, it stays in micro-batches as full as the limits allow.
@@ -38,8 +41,8 @@ def make_bundles(
     paces: Sequence[int],
     per_micro_batch: int,
     per_cut: int,
-) -> list[Group]:
-    """Cut the shares of a plan into bundles, in the order in which they are drawn.
+) -> tuple[list[Group], list[Group]]:
+    """Cut the shares of a plan into bundles.
 
     Whole numbers only: all ranks must cut alike.
 
@@ -52,7 +55,8 @@ def make_bundles(
         per_cut: what one more micro-batch is taken to cost, ``per_micro_batch`` or more.
 
     Returns:
-        Positions of samples, each in exactly one bundle.
+        For each rank the bundle with which it begins, ``[]`` where its share is empty; and the others in the
+        order in which they are drawn. Positions of samples, each in exactly one bundle.
     """
     loads = [sum([costs[sample] for sample in share]) for share in shares]
     fewest = [first_fit(share, limits) for share in shares]
@@ -62,7 +66,8 @@ def make_bundles(
     )
     end = planned_end + planned_end // _LATER
     mean = sum(loads) // len(shares)
-    begun: list[tuple[int, int, Group]] = []
+    first: list[Group] = []
+    later: list[tuple[int, int, Group]] = []
     for share, bundles, load, pace in zip(shares, fewest, loads, paces, strict=True):
         if len(bundles) < len(share):
             for parts in _PARTS:
@@ -71,11 +76,14 @@ def make_bundles(
                     bundles = finer
                     break
         with_costs = [(sum([costs[sample] for sample in bundle]), bundle) for bundle in bundles]
+        with_costs.sort(key=lambda both: (-both[0], both[1]))
+        first.append(with_costs[0][1] if with_costs else [])
         start = 0
-        for cost, bundle in sorted(with_costs, key=lambda both: (-both[0], both[1])):
-            begun.append((start * pace, -cost, bundle))
+        for number, (cost, bundle) in enumerate(with_costs):
+            if number:
+                later.append((start * pace, -cost, bundle))
             start += cost + per_micro_batch
-    return [bundle for _, _, bundle in sorted(begun)]
+    return first, [bundle for _, _, bundle in sorted(later)]
 
 
 def _cut(share: Group, costs: Sequence[int], limits: Limits, smallest: int) -> list[Group]:
@@ -123,17 +131,19 @@ def _hiding_tokens(limits: Limits) -> int:
     return _HIDING_TOKENS if limits.most_tokens > _HIDING_TOKENS else limits.most_tokens // 3
 
 
-def deal_out(costs: Sequence[int], paces: Sequence[int]) -> list[list[int]]:
+def deal_out(first: Sequence[int], costs: Sequence[int], paces: Sequence[int]) -> list[list[int]]:
     """Who draws which bundle if all costs are right: each goes to the rank that is free first.
 
     Args:
-        costs: of the bundles, in the order in which they are drawn.
+        first: cost of the bundle with which each rank begins, 0 for none.
+        costs: of the others, in the order in which they are drawn.
         paces: time per cost of each rank.
 
     Returns:
         For each rank the bundles that it draws.
     """
-    free_at = [(0, rank) for rank in range(len(paces))]  # a heap
+    free_at = [(cost * pace, rank) for rank, (cost, pace) in enumerate(zip(first, paces, strict=True))]
+    heapq.heapify(free_at)
     drawn: list[list[int]] = [[] for _ in paces]
     for bundle, cost in enumerate(costs):
         time, rank = free_at[0]

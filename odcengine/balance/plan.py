@@ -18,8 +18,9 @@ Strategies:
     their number differs between ranks and may be 0. It needs on-demand communication.
 
 ``dynamic``
-    Ranks draw bundles of samples while they work (``odcengine.balance.dynamic``), so the plan only says what
-    the bundles are, and who draws which if all costs are right. It needs on-demand communication.
+    Each rank begins with its own first micro-batch and draws the others, bundles of samples, while it works
+    (``odcengine.balance.dynamic``). So of these the plan only says what they are, and who draws which if all
+    costs are right. It needs on-demand communication.
 
 With the first two, a rank that has too few samples gets **empty micro-batches** ``()`` at the end, so that
 the counts are equal. Where communication is collective, a rank has to run a forward and backward for an
@@ -82,20 +83,24 @@ class Plan:
     lengths: tuple[int, ...] = ()
 
     @property
-    def bundles(self) -> tuple[tuple[int, ...], ...]:
-        """All micro-batches as the plan begins them, the costliest first of those that begin together.
+    def drawn(self) -> tuple[tuple[int, ...], ...]:
+        """What ranks draw with ``dynamic``, in this order: all but the first micro-batch of each.
 
-        The order in which ``dynamic`` draws them.
+        They come as the plan begins them, the costliest first of those that begin together.
         """
         begun: list[tuple[float, float, tuple[int, ...]]] = []
         for costs, groups, speed in zip(self.costs, self.micro_batches, self._speeds, strict=True):
             starts = itertools.accumulate(costs, initial=0.0)
             begun += [
                 (start / speed, -cost, group)
-                for start, cost, group in zip(starts, costs, groups, strict=False)
+                for start, cost, group in list(zip(starts, costs, groups, strict=False))[1:]
                 if group
             ]
         return tuple([group for _, _, group in sorted(begun)])
+
+    def begins_with(self, rank: int) -> tuple[int, ...]:
+        """With ``dynamic`` the micro-batch that ``rank`` does not draw; ``()`` for none."""
+        return self.micro_batches[rank][0] if self.micro_batches[rank] else ()
 
     @property
     def loads(self) -> tuple[float, ...]:

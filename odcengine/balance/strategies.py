@@ -158,12 +158,21 @@ def dynamic(
     tolerance: float,
     use_numpy: bool | None,
 ) -> list[list[Group]]:
-    """Bundles to be drawn, given to those who draw them if all costs are right.
+    """The bundle with which each rank begins, and those that it draws if all costs are right.
 
     ``costs`` are those of the samples alone, ``weights`` with a part of their micro-batch's; ``per_cut`` is
     what one more micro-batch is taken to cost.
     """
     shares = assign(weights, paces, tolerance=tolerance, use_numpy=use_numpy)
-    bundles = make_bundles(shares, costs, limits, paces, per_micro_batch, per_cut)
-    drawn = deal_out([_weight(costs, bundle) + per_micro_batch for bundle in bundles], paces)
-    return _rising([[bundles[number] for number in of_rank] for of_rank in drawn])
+    first, later = make_bundles(shares, costs, limits, paces, per_micro_batch, per_cut)
+
+    def costs_of(bundles: list[Group]) -> list[int]:
+        return [_weight(costs, bundle) + per_micro_batch if bundle else 0 for bundle in bundles]
+
+    drawn = deal_out(costs_of(first), costs_of(later), paces)
+    return _rising(
+        [
+            ([own] if own else []) + [later[number] for number in numbers]
+            for own, numbers in zip(first, drawn, strict=True)
+        ]
+    )

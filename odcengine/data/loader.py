@@ -97,8 +97,8 @@ class MinibatchLoader:
         fields: of the samples that packed micro-batches take along (see there).
         run_empty: give a dummy for every empty micro-batch of a plan, so that all ranks run the same number
             of forwards; needed where communication is collective or in lock-step, waste elsewhere.
-        draw: for ``dynamic``: called with the serial number of a minibatch and the number of its bundles,
-            gives the next number that no rank has drawn from it yet, from 0. Needed with several ranks.
+        draw: for ``dynamic``: called with the serial number of a minibatch and with how many bundles of it
+            are drawn, gives the next number that no rank has drawn yet, from 0. Needed with several ranks.
         prefetch: micro-batches that a thread reads ahead of the one in use, also those of the next minibatch;
             0 to read in the caller's thread. None: 2 for a :class:`~odcengine.data.TokenDataset`, 0 for
             other data sets, whose code may not bear a thread (or draws random numbers that the model draws,
@@ -262,7 +262,7 @@ class MinibatchLoader:
             self.index += 1
             self._current = self._unmeasured = self._take(self.epoch, self.index - 1)
             if self.strategy == "dynamic":
-                total = len(self._current.plan.bundles)
+                total = len(self._current.plan.drawn)
                 self._current.draw_from(functools.partial(self._draw, self.next_serial(), total))
             self._plan_next()
             if self.on_load is not None:

@@ -59,12 +59,13 @@ class Minibatch:
         self._num_handed_out = 0  # in the last iteration
         self._ended = False  # it, too
         self._draw: Callable[[], int] | None = None
+        self._has_begun = False  # with what it does not draw
 
     def draw_from(self, draw: Callable[[], int]) -> None:
         """Have iterating give the bundles that this rank draws instead of its share of the plan.
 
         Args:
-            draw: the next number that no rank has drawn yet, from 0.
+            draw: the next number that no rank has drawn yet, from 0; they count ``plan.drawn``.
         """
         self._draw = draw
 
@@ -101,8 +102,14 @@ class Minibatch:
         return self._planned if self._draw is None else None
 
     def drawn(self) -> Iterator[tuple[int, ...]]:
-        """Data set indices of each micro-batch that this rank draws; each is drawn when it is asked for."""
-        bundles = self.plan.bundles
+        """Data set indices of the micro-batch with which this rank begins, and of each that it draws then.
+
+        Each is drawn when it is asked for. A second time there is only what nobody has drawn.
+        """
+        own, bundles = self.plan.begins_with(self.rank), self.plan.drawn
+        if own and not self._has_begun:
+            self._has_begun = True
+            yield self._ids_of(own)
         while self._draw is not None and (number := self._draw()) < len(bundles):
             yield self._ids_of(bundles[number])
 

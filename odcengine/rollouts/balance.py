@@ -192,7 +192,7 @@ class Balancer:
         )
         minibatch.samples = found
         if self.draws:
-            minibatch.draw_from(functools.partial(draw, serial, len(plan.bundles)))
+            minibatch.draw_from(functools.partial(draw, serial, len(plan.drawn)))
         return minibatch
 
     def measured(

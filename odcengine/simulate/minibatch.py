@@ -5,8 +5,9 @@ What is modelled: a micro-batch takes a rank ::
     max((per_micro_batch + sum over its sequences of linear * l + quadratic * l**2) / speed, traffic_s)
 
 seconds, times its noise. With collectives the ranks meet in every micro-batch, so each step takes what its
-slowest rank takes; on demand they meet once, at the end; where work is drawn, too, but each micro-batch goes
-to the rank that is free first. A boundary follows (agreeing, the optimizer, publishing).
+slowest rank takes; on demand they meet once, at the end; where work is drawn, too, but after the first
+micro-batch of each rank the next one goes to whoever is free first. A boundary follows (agreeing, the
+optimizer, publishing).
 
 What is not: contention (ranks that want the same owner's shard at once; a shared network), prefetching, which
 lets ranks of a collective run ahead by a layer or so, the time of drawing, and memory.
@@ -182,8 +183,9 @@ def simulate(plan: Plan, machine: Machine, *, communication: Communication, seed
 
 
 def _draw(plan: Plan, machine: Machine, dice: np.random.Generator) -> Outcome:
-    """Micro-batches go to whoever is free first; drawing takes no time."""
-    groups = plan.bundles
+    """Each rank begins with its own; the others go to whoever is free first. Drawing takes no time."""
+    first = [plan.begins_with(rank) for rank in range(plan.num_ranks)]
+    groups = [*first, *plan.drawn]
     work_s = _work_of(groups, plan, machine.cost)
     noise = _lognormal(dice, machine.noise, len(groups))
     speeds = machine.speeds_of(plan.num_ranks).tolist()
@@ -191,11 +193,14 @@ def _draw(plan: Plan, machine: Machine, dice: np.random.Generator) -> Outcome:
         speed: (machine.seconds(work_s, np.full(len(groups), speed)) * noise).tolist()
         for speed in set(speeds)
     }
+    drawn = [
+        [seconds[speed][rank]] if group else []
+        for rank, (speed, group) in enumerate(zip(speeds, first, strict=True))
+    ]
     # On ties the fastest rank draws first, so that the numbering of ranks does not matter.
-    free = [(0.0, -speed, rank) for rank, speed in enumerate(speeds)]
+    free = [(sum(drawn[rank]), -speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(free)
-    drawn: list[list[float]] = [[] for _ in speeds]
-    for number in range(len(groups)):
+    for number in range(len(first), len(groups)):
         time_s, negative, rank = free[0]
         duration = seconds[-negative][number]
         drawn[rank].append(duration)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import odcengine
-from odcengine.balance import CostModel
+from odcengine.balance import CostModel, Plan
 from odcengine.balance.dynamic import deal_out
 from odcengine.balance.plan import make_plan
 from odcengine.data import Minibatch, MinibatchLoader
@@ -27,6 +27,11 @@ from odcengine.simulate import Machine, simulate
 
 LATER = 1.02 + 1e-5  # than lb_mini: what dynamic may spend on finer bundles, and rounding to whole numbers
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
+
+
+def all_of(plan: Plan) -> list[tuple[int, ...]]:
+    """The bundles of a plan: of each rank the one with which it begins, and those that are drawn."""
+    return [*(bundle for rank in range(plan.num_ranks) if (bundle := plan.begins_with(rank))), *plan.drawn]
 
 
 # -- bundles -------------------------------------------------------------------------------------------------
@@ -55,7 +60,7 @@ def test_bundles_hold_every_sample_once_and_end_as_planned(
         )
         for strategy in ("lb_mini", "dynamic")
     }
-    bundles = plans["dynamic"].bundles
+    bundles = all_of(plans["dynamic"])
     assert sorted(sample for bundle in bundles for sample in bundle) == list(range(len(lengths)))
     for bundle in bundles:
         assert sum(lengths[sample] for sample in bundle) <= max_tokens
@@ -81,7 +86,7 @@ def test_drawing_is_as_good_as_a_plan_where_costs_are_right(
         )
         assert drawn.on_demand_cost <= planned.on_demand_cost * LATER
         if per_micro_batch == 0:  # finer, which evens out noise
-            assert len(drawn.bundles) >= 1.2 * len(planned.bundles)
+            assert len(all_of(drawn)) >= 1.2 * len(all_of(planned))
 
 
 def test_nothing_is_cut_where_a_micro_batch_costs_too_much() -> None:
@@ -90,7 +95,7 @@ def test_nothing_is_cut_where_a_micro_batch_costs_too_much() -> None:
     assert drawn.on_demand_cost == pytest.approx(2 * (16_000 * 2e-5 + 0.12))
     free = dataclasses.replace(cost, per_micro_batch=0.0)
     drawn = make_plan(lengths, num_ranks=2, strategy="dynamic", max_tokens=16_000, cost=free)
-    assert [len(bundle) for bundle in drawn.bundles] == [2, 2, 1, 1, 1, 1]
+    assert [len(bundle) for bundle in all_of(drawn)] == [2, 2, 1, 1, 1, 1]
 
 
 def test_nothing_is_cut_on_the_strength_of_a_cost_that_is_not_known() -> None:
@@ -98,9 +103,11 @@ def test_nothing_is_cut_on_the_strength_of_a_cost_that_is_not_known() -> None:
     lengths, cost = [7271, 4908, 6495, 3578, 4562, 8221, 9415, 11_027], CostModel(1.2e10, 2.4e5)
     options: dict[str, Any] = {"num_ranks": 2, "max_tokens": 16_984}
     bundles = {
-        fixed: make_plan(
-            lengths, strategy="dynamic", cost=dataclasses.replace(cost, per_micro_batch=fixed), **options
-        ).bundles
+        fixed: all_of(
+            make_plan(
+                lengths, strategy="dynamic", cost=dataclasses.replace(cost, per_micro_batch=fixed), **options
+            )
+        )
         for fixed in (None, 0.0)
     }
     planned = make_plan(lengths, strategy="lb_mini", cost=cost, **options)
@@ -111,7 +118,7 @@ def test_nothing_is_cut_on_the_strength_of_a_cost_that_is_not_known() -> None:
 def test_a_cost_of_micro_batches_beyond_all_measure() -> None:
     cost = CostModel(1e-300, 0.0, per_micro_batch=1e30)
     plan = make_plan([5, 3, 4], num_ranks=2, strategy="dynamic", max_tokens=10, cost=cost)
-    assert sorted(sample for bundle in plan.bundles for sample in bundle) == [0, 1, 2]
+    assert sorted(sample for bundle in all_of(plan) for sample in bundle) == [0, 1, 2]
 
 
 def test_bundles_are_small_at_the_end_and_not_too_many() -> None:
@@ -119,7 +126,7 @@ def test_bundles_are_small_at_the_end_and_not_too_many() -> None:
     lengths = [int(min(65535, generator.lognormvariate(9.4, 0.8))) + 1 for _ in range(32 * 16)]
     plan = make_plan(lengths, num_ranks=32, strategy="dynamic", max_tokens=65536)
     total = sum(plan.loads)
-    costs = [sum(CostModel.default()([lengths[s] for s in bundle])) for bundle in plan.bundles]
+    costs = [sum(CostModel.default()([lengths[s] for s in bundle])) for bundle in all_of(plan)]
     assert costs[-1] < total / 32 / 10
     assert 32 * 4 <= len(costs) <= 32 * 40
     assert plan.on_demand_cost <= plan.bound * 1.03
@@ -132,11 +139,11 @@ def test_drawing_evens_out_what_no_plan_knew() -> None:
     for _ in range(20):
         lengths = [int(min(65535, generator.lognormvariate(9.4, 0.8))) + 1 for _ in range(32 * 16)]
         plan = make_plan(lengths, num_ranks=32, strategy="dynamic", max_tokens=65536)
-        cost_of = [sum(CostModel.default()([lengths[s] for s in bundle])) for bundle in plan.bundles]
+        cost_of = [sum(CostModel.default()([lengths[s] for s in bundle])) for bundle in all_of(plan)]
         real = [cost * generator.uniform(0.85, 1.15) for cost in cost_of]
         speeds = [0.8] + [1.0] * 31
-        free_at = [0.0] * 32
-        for cost in real:  # in the order of drawing, by whoever is free
+        free_at = [cost / speed for cost, speed in zip(real, speeds, strict=False)]  # its own first
+        for cost in real[32:]:  # in the order of drawing, by whoever is free
             rank = free_at.index(min(free_at))
             free_at[rank] += cost / speeds[rank]
         ratios.append(max(free_at) / (sum(real) / sum(speeds)))
@@ -144,9 +151,27 @@ def test_drawing_evens_out_what_no_plan_knew() -> None:
 
 
 def test_slower_ranks_are_expected_to_draw_less() -> None:
-    drawn = deal_out([10] * 30, [1024, 2048])
-    assert sorted(drawn[0] + drawn[1]) == list(range(30))
-    assert len(drawn[0]) == 20
+    drawn = deal_out([10, 10], [10] * 28, [1024, 2048])
+    assert sorted(drawn[0] + drawn[1]) == list(range(28))
+    assert len(drawn[0]) == 19
+
+
+@pytest.mark.parametrize("each", [2, 4, 16])
+@pytest.mark.parametrize("slow", [0, 5, 63])
+def test_a_rank_that_is_known_to_be_slow_ends_as_planned(each: int, slow: int) -> None:
+    """One of 64 ranks at half speed: it begins with a bundle that was cut for it."""
+    generator = random.Random(each)
+    cost = CostModel(linear=2e-5, quadratic=1.2e-9, per_micro_batch=0.02)
+    speeds = tuple(0.5 if rank == slow else 1.0 for rank in range(64))
+    for _ in range(3):
+        lengths = [int(min(65535, generator.lognormvariate(9.4, 0.8))) + 1 for _ in range(64 * each)]
+        drawn, planned = (
+            make_plan(lengths, num_ranks=64, strategy=strategy, max_tokens=65536, cost=cost, speeds=speeds)
+            for strategy in ("dynamic", "lb_mini")
+        )
+        met_s = simulate(drawn, Machine(cost, speeds=speeds), communication="drawn").met_s
+        assert met_s == pytest.approx(drawn.on_demand_cost, rel=1e-6)
+        assert met_s <= planned.on_demand_cost * LATER
 
 
 # -- drawing -------------------------------------------------------------------------------------------------
@@ -168,7 +193,7 @@ def test_one_rank_draws_everything_once() -> None:
 
 
 def test_samples_that_were_drawn_and_left_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """The others draw what a rank has not come to, but nobody computes what it drew last."""
+    """The others draw what a rank has not come to, but nobody computes what it was at."""
     minibatch = Minibatch(
         plan=make_plan([5] * 4, num_ranks=2, strategy="dynamic", max_tokens=5),
         rank=1,

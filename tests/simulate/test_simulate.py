@@ -197,11 +197,11 @@ def test_drawing_by_hand() -> None:
     plan = hand_made([[5], [1, 1]], [[3], [2]])
     plan = dataclasses.replace(plan, costs=((5.5, 2.5), (3.5, 2.5)))
     drawn = simulate(plan, machine, communication="drawn")
-    # 5.5 goes to the fast rank, 3.5 to the other; the fast one is free at 2.75 and takes one of 2.5.
-    np.testing.assert_allclose(drawn.starts, [[0, 3.5], [0, 2.75]])
-    np.testing.assert_allclose(drawn.busy, [[3.5, 2.5], [2.75, 1.25]])
-    assert drawn.counts.tolist() == [2, 2]
-    assert drawn.met_s == 6.0
+    # Each begins with its own: 5.5, and 3.5 at twice the speed. The fast one takes both others, of 2.5 each.
+    np.testing.assert_allclose(drawn.starts, [[0, 5.5, 5.5], [0, 1.75, 3.0]])
+    np.testing.assert_allclose(drawn.busy, [[5.5, 0, 0], [1.75, 1.25, 1.25]])
+    assert drawn.counts.tolist() == [1, 3]
+    assert drawn.met_s == 5.5
 
 
 def test_drawing_heals_a_slow_rank_that_no_plan_knows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import argparse
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,12 +65,14 @@ class Method(abc.ABC):
     num_parameters: int
 
     @abc.abstractmethod
-    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
+    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int, num_own: int | None = None) -> None:
         """A whole optimizer step; may return before the device is done.
 
         Args:
             micro_batches: of this rank, on its device.
             num_targets: tokens to learn of all ranks together.
+            num_own: so many of them are this rank's for certain; the others go to the ranks that draw them.
+                None: all.
         """
 
     @abc.abstractmethod
@@ -168,7 +171,7 @@ class Fsdp2(Method):
         self._loss = torch.zeros((), device=ranks.device)
         self._norm: torch.Tensor = self._loss
 
-    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
+    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int, num_own: int | None = None) -> None:
         total = torch.zeros((), device=self._ranks.device)
         # FSDP2 takes the mean over ranks.
         scale = self._ranks.world_size / num_targets
@@ -212,15 +215,16 @@ class OnDemand(Method):
         self.engine, *_ = odcengine.initialize(config=config, model=model, optimizer=make_optimizer)
         self._metrics: StepMetrics | None = None
 
-    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
-        for micro_batch in self._drawn(micro_batches) if self.name.strategy == "dynamic" else micro_batches:
+    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int, num_own: int | None = None) -> None:
+        for micro_batch in itertools.chain(micro_batches[:num_own], self._drawn(micro_batches, num_own)):
             self.engine.backward(self.engine(micro_batch))
         self._metrics = self.engine.step()
 
-    def _drawn(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """Of all micro-batches those that this rank draws."""
-        while (number := self.engine.draw(len(micro_batches))) < len(micro_batches):
-            yield micro_batches[number]
+    def _drawn(self, micro_batches: Sequence[MicroBatch], num_own: int | None) -> Iterator[MicroBatch]:
+        """Of all micro-batches but its own those that this rank draws."""
+        total = 0 if num_own is None else len(micro_batches) - num_own
+        while total and (number := self.engine.draw(total)) < total:
+            yield micro_batches[len(micro_batches) - total + number]
 
     def outcome(self) -> Outcome:
         assert self._metrics is not None  # run() has been called

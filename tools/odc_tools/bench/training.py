@@ -312,7 +312,7 @@ class _Run:
         graphs = _num_graphs()
         self._ranks.meet()
         start = time.perf_counter()
-        method.run(micro_batches, minibatch.num_targets)
+        method.run(micro_batches, minibatch.num_targets, self._num_own(method.name, minibatch))
         self._ranks.sync()
         seconds = time.perf_counter() - start
         slowest, compiled = self._ranks.largest([seconds, _num_graphs() - graphs])
@@ -323,13 +323,19 @@ class _Run:
         vocab_size = self._config.vocab_size
         tokens = draw_tokens(minibatch.seed, minibatch.index, minibatch.lengths, vocab_size, self._text)
         plan = minibatch.plans[name.strategy]
-        # Drawn ones may go to any rank.
-        groups = plan.bundles if name.strategy == "dynamic" else plan.micro_batches[self._ranks.rank]
+        groups = plan.micro_batches[self._ranks.rank]
+        if name.strategy == "dynamic":
+            groups = groups[:1] + plan.drawn  # these may go to any rank
         return [
             pack_samples([{"input_ids": tokens[i]} for i in group], sample_ids=group).to(self._ranks.device)
             for group in groups
             if group or name.collective  # an empty micro-batch only keeps collectives in step
         ]
+
+    def _num_own(self, name: MethodName, minibatch: Minibatch) -> int | None:
+        """How many micro-batches at the beginning this rank does not draw; None for all."""
+        drawn = name.strategy == "dynamic"
+        return len(minibatch.plans["dynamic"].micro_batches[self._ranks.rank][:1]) if drawn else None
 
     def _close(self, methods: list[Method]) -> None:
         for method in methods:
@@ -378,7 +384,8 @@ class _Run:
             with profile:
                 self._ranks.meet()  # rank 0's profiler has started
                 profile.begin()
-                method.run(micro_batches, minibatch.num_targets)
+                own = self._num_own(method.name, minibatch)
+                method.run(micro_batches, minibatch.num_targets, own)
                 profile.host_done()
                 self._ranks.sync()
             figures = profile.figures(layers=layers, micro_batches=len(micro_batches))

@@ -61,7 +61,7 @@ class Zero3(Method):
         )
         self._loss = torch.zeros((), device=ranks.device)
 
-    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> None:
+    def run(self, micro_batches: Sequence[MicroBatch], num_targets: int, num_own: int | None = None) -> None:
         total = torch.zeros((), device=self._ranks.device)
         # DeepSpeed takes the mean over ranks.
         scale = self._ranks.world_size / num_targets
