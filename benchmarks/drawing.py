@@ -10,6 +10,7 @@ each. Printed is the time of `dynamic` over that of `lb_mini`:
 - right: as planned (in brackets the worst minibatch);
 - 15%: the time of every micro-batch is off by 15% (log-normal);
 - slow: one rank is 20% slower, which neither knows;
+- known: one rank has half the speed, and both know it;
 
 then how many micro-batches it has for each one of `lb_mini`, and the CPU time of planning on 1024 ranks.
 """
@@ -62,7 +63,15 @@ def cases(each: int, minibatches: int, cost: CostModel) -> Iterator[list[float]]
                     options = {"num_ranks": ranks, "max_tokens": max_tokens, "cost": cost}
                     drawn = make_plan(lengths, strategy="dynamic", **options)
                     planned = make_plan(lengths, strategy="lb_mini", **options)
-                    yield ratios(drawn, planned, cost)
+                    speeds = tuple(0.5 if rank == number % ranks else 1.0 for rank in range(ranks))
+                    known = [
+                        seconds(
+                            make_plan(lengths, strategy=strategy, speeds=speeds, **options),
+                            Machine(cost, speeds=speeds),
+                        )
+                        for strategy in ("dynamic", "lb_mini")
+                    ]
+                    yield [*ratios(drawn, planned, cost), known[0] / known[1]]
 
 
 def planning_ms(name: str, each: int, cost: CostModel, strategy: str) -> float:
@@ -84,15 +93,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minibatches", type=int, default=20, help="of each case")
     arguments = parser.parse_args()
-    print("| a micro-batch, s | sequences a rank | right (worst) | 15% | slow | micro-batches |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| a micro-batch, s | sequences a rank | right (worst) | 15% | slow | known (worst) | micro-batches |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for fixed_s in FIXED_S:
         cost = CostModel(linear=2e-5, quadratic=1.2e-9, per_micro_batch=fixed_s)
         for each in SEQUENCES:
             rows = np.array(list(cases(each, arguments.minibatches, cost)))
-            right, noisy, slow, count = rows.mean(axis=0)
-            worst = rows[:, 0].max()
-            ends = f"{right:.3f} ({worst:.3f}) | {noisy:.3f} | {slow:.3f}"
+            right, noisy, slow, count, known = rows.mean(axis=0)
+            worst, known_worst = rows[:, 0].max(), rows[:, -1].max()
+            ends = f"{right:.3f} ({worst:.3f}) | {noisy:.3f} | {slow:.3f} | {known:.3f} ({known_worst:.3f})"
             print(f"| {fixed_s} | {each} | {ends} | {count:.1f} |")
     print("\n| 1024 ranks | a micro-batch, s | `lb_mini`, ms | `dynamic`, ms |\n|---|---|---|---|")
     for name in NAMES:

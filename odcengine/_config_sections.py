@@ -276,7 +276,7 @@ class Data(Section):
         default=None,
         ge=0,
         description="Micro-batches that a thread reads ahead of the one in use; null: 2 for data sets that "
-        "odc prepare made, 0 for others, whose code may not bear a thread. No effect with dynamic.",
+        "odc prepare made, 0 for others, whose code may not bear a thread. With dynamic it is one.",
     )
 
 

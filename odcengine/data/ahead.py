@@ -77,8 +77,12 @@ class Ahead:
             What gives the micro-batches, to be called with the indices of each, in their order.
         """
         planned = minibatch.planned
-        if planned is None or not self.prefetch:
+        if not self.prefetch:
             yield functools.partial(load, minibatch)
+            return
+        if planned is None:
+            with self._reading_drawn(minibatch, load, current=current) as read_drawn:
+                yield read_drawn
             return
         begun: deque[Reading] = deque()
         if current:
@@ -103,6 +107,49 @@ class Ahead:
         finally:
             _cancel(begun)
 
+    @contextlib.contextmanager
+    def _reading_drawn(
+        self, minibatch: Minibatch, load: Load, *, current: bool
+    ) -> Iterator[Callable[[tuple[int, ...]], Any]]:
+        """The same where bundles are drawn: read ahead is the one that the plan expects next.
+
+        Numbers are drawn in rising order, so an expected one that was passed over is with another rank.
+        """
+        expected = deque(minibatch.expected())
+        begun: deque[Reading] = deque()  # of the first of ``expected``, or none
+        if current:
+            begun, self._read_of_current = self._read_of_current, begun
+            if not expected or expected[0][0] >= 0:
+                _cancel(begun)  # it was read for a rank that begins
+
+        def begin(sample_ids: tuple[int, ...]) -> Reading:
+            return self._reader.submit(
+                f"samples {list(sample_ids)}", functools.partial(load, minibatch, sample_ids)
+            )
+
+        def read(sample_ids: tuple[int, ...]) -> Any:
+            if not self.prefetch:  # closed
+                return load(minibatch, sample_ids)
+            reading, number = None, minibatch.drawn_last
+            if begun and expected[0][0] == number:
+                reading = begun.popleft()
+            elif begun and (begun[0].future.cancel() or expected[0][0] < number):
+                begun.clear()  # gone, or not begun yet: what is needed now comes first
+            while expected and expected[0][0] <= number:
+                expected.popleft()
+            reading = reading or begin(sample_ids)
+            if expected and not begun:
+                begun.append(begin(expected[0][1]))
+            if current and not expected:
+                self._read_next(1, load)
+            closed = reading.future.cancelled()
+            return load(minibatch, sample_ids) if closed else self._reader.wait(reading)
+
+        try:
+            yield read
+        finally:
+            _cancel(begun)
+
     def _read_next(self, count: int, load: Load) -> None:
         """Have the first ``count`` micro-batches read of the minibatch that is being planned."""
         if self._planned is None:
@@ -111,8 +158,8 @@ class Ahead:
 
         def read(number: int) -> Any:
             minibatch = future.result()
-            planned = minibatch.planned or ()
-            return load(minibatch, planned[number]) if number < len(planned) else None
+            # Drawn from, if it is the current one by now; its first micro-batch is this rank's all the same.
+            return load(minibatch, minibatch.share[number]) if number < len(minibatch.share) else None
 
         for number in range(len(self._read_of_planned), count):
             self._read_of_planned.append(

@@ -102,7 +102,7 @@ class MinibatchLoader:
         prefetch: micro-batches that a thread reads ahead of the one in use, also those of the next minibatch;
             0 to read in the caller's thread. None: 2 for a :class:`~odcengine.data.TokenDataset`, 0 for
             other data sets, whose code may not bear a thread (or draws random numbers that the model draws,
-            too). No effect with ``dynamic``, where nobody knows what comes.
+            too). With ``dynamic`` it is one, which the plan expects next.
         device: where micro-batches will go; what was read ahead for a GPU lies in pinned memory.
         timeout_s: limit of waiting for one micro-batch that is read ahead; None for no limit.
         vocab_size: tokens of the model, which those of packed samples have to be of; None where unknown.
@@ -198,9 +198,7 @@ class MinibatchLoader:
         self.on_load: OnLoad | None = None
         self._current: Minibatch | None = None
         self._unmeasured: Minibatch | None = None  # handed out by iterating, and its step has not ended
-        if strategy == "dynamic":
-            prefetch = 0
-        elif prefetch is None:
+        if prefetch is None:
             prefetch = PREFETCH if isinstance(dataset, TokenDataset) and collate_fn is None else 0
         self._ahead = Ahead(Reader(device, timeout_s), prefetch)
         self._order = Order(

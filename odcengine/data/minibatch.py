@@ -59,7 +59,7 @@ class Minibatch:
         self._num_handed_out = 0  # in the last iteration
         self._ended = False  # it, too
         self._draw: Callable[[], int] | None = None
-        self._has_begun = False  # with what it does not draw
+        self.drawn_last = -2  # number of the bundle; -1: the one that is not drawn; -2: none yet
 
     def draw_from(self, draw: Callable[[], int]) -> None:
         """Have iterating give the bundles that this rank draws instead of its share of the plan.
@@ -97,6 +97,11 @@ class Minibatch:
         return len(self._planned)
 
     @property
+    def share(self) -> tuple[tuple[int, ...], ...]:
+        """Data set indices of the samples of each micro-batch that the plan gives this rank."""
+        return self._planned
+
+    @property
     def planned(self) -> tuple[tuple[int, ...], ...] | None:
         """Data set indices of the samples of each micro-batch of this rank; None where they are drawn."""
         return self._planned if self._draw is None else None
@@ -107,11 +112,26 @@ class Minibatch:
         Each is drawn when it is asked for. A second time there is only what nobody has drawn.
         """
         own, bundles = self.plan.begins_with(self.rank), self.plan.drawn
-        if own and not self._has_begun:
-            self._has_begun = True
+        if own and self.drawn_last < -1:
+            self.drawn_last = -1
             yield self._ids_of(own)
         while self._draw is not None and (number := self._draw()) < len(bundles):
+            self.drawn_last = number
             yield self._ids_of(bundles[number])
+
+    def expected(self) -> list[tuple[int, tuple[int, ...]]]:
+        """What this rank computes if all costs are right: numbers, rising, and data set indices.
+
+        Numbers as in ``drawn_last``. Those up to that one are with other ranks, or done.
+        """
+        own = set(self.plan.micro_batches[self.rank][1:])
+        first = self.plan.begins_with(self.rank)
+        expected = [(number, bundle) for number, bundle in enumerate(self.plan.drawn) if bundle in own]
+        return [
+            (number, self._ids_of(bundle))
+            for number, bundle in ([(-1, first)] if first else []) + expected
+            if number > self.drawn_last
+        ]
 
     @property
     def left_early(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import threading
@@ -120,13 +121,115 @@ def test_the_same_micro_batches(strategy: str, prefetch: int) -> None:
         assert seen[0]
 
 
-def test_drawn_micro_batches_are_read_by_who_draws() -> None:
+def test_of_drawn_work_the_expected_is_read_ahead() -> None:
+    """One micro-batch; and the first of the next minibatch, which is not drawn."""
     watched = Watched()
     loader = make_loader(watched, strategy="dynamic", prefetch=3)
-    assert loader.prefetch == 0
-    read = [batch.sample_ids for minibatch in loader for batch in minibatch]
-    assert sorted(itertools.chain(*read)) == list(range(60))
-    assert watched.threads == {"MainThread"}
+    assert len(loader.minibatch(0).planned or ()) > 2
+    planned = [ids for index in range(len(loader)) for ids in loader.minibatch(index).planned or ()]
+    planned += list(loader.minibatch(0, epoch=1).planned or ())
+    watched.read.clear()
+    watched.threads.clear()
+    handed_out = 0
+    for minibatch in loader:
+        for batch in minibatch:
+            assert batch.sample_ids == planned[handed_out]
+            handed_out += 1
+            ahead = list(itertools.chain(*planned[: handed_out + 1]))
+            assert settle(watched, len(ahead)) == ahead
+        assert list(minibatch) == []
+    assert handed_out == len(planned) - len(loader.minibatch(0, epoch=1).planned or ())
+    assert watched.threads == {"odc-read"}
+    assert watched.most_at_once == 1
+    loader.close()
+
+
+class Counter:
+    """Two ranks draw: this one, and another one that takes what it is told to in between."""
+
+    def __init__(self) -> None:
+        self.serial = self.next = 0
+        self.taken: list[int] = []  # by the other one, before each draw of this one
+
+    def __call__(self, serial: int, total: int) -> int:
+        if serial != self.serial:
+            self.serial, self.next = serial, 0
+        self.next += self.taken.pop(0) if self.taken else 0
+        self.next += 1
+        return self.next - 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("taken", [[0, 1, 2, 0, 3], [2, 0, 0, 1], [5, 1], [100], []])
+def test_where_others_were_faster_what_was_drawn_is_read(prefetch: int, taken: list[int]) -> None:
+    counter = Counter()
+    loader = make_loader(
+        token_dataset(),
+        strategy="dynamic",
+        prefetch=prefetch,
+        train_batch_size=30,
+        world_size=2,
+        rank=1,
+        draw=counter,
+    )
+    plain = make_loader(token_dataset(), strategy="dynamic", prefetch=0)
+    for minibatch in itertools.islice(itertools.chain(loader, loader), 4):  # also over the end of an epoch
+        counter.taken = list(taken)
+        drawn, numbers = minibatch.plan.drawn, []
+        for batch in minibatch:
+            numbers.append(minibatch.drawn_last)
+            group = drawn[numbers[-1]] if numbers[-1] >= 0 else minibatch.plan.begins_with(1)
+            ids = tuple(minibatch.sample_ids[position] for position in group)
+            assert facts(batch) == facts(plain._load(minibatch, ids))
+        expected, place = [-1], 0
+        for steps in [*taken, *[0] * len(drawn)]:
+            place += steps
+            expected += [place] if place < len(drawn) else []
+            place += 1
+        assert numbers == expected[: len(numbers)]
+        assert len(numbers) == len([number for number in expected if number < len(drawn)])
+    loader.close()
+    plain.close()
+
+
+def test_what_the_next_minibatch_begins_with_is_read_when_it_is_drawn_from_already() -> None:
+    loader = make_loader(token_dataset(), strategy="dynamic", prefetch=1)
+    plain, gate = make_loader(token_dataset(), strategy="dynamic", prefetch=0), threading.Event()
+    minibatches = iter(loader)
+    first = next(minibatches)
+    for batch in first:
+        if len(first.expected()) == 1:  # the last one is being read; what comes behind it waits
+            loader._ahead._reader.submit("nothing", functools.partial(gate.wait, 60))
+        assert isinstance(batch, MicroBatch)
+    second = next(minibatches)
+    gate.set()
+    assert [facts(batch) for batch in second] == [facts(batch) for batch in plain.minibatch(1)]
+    loader.close()
+
+
+def test_what_was_read_ahead_and_went_to_another_rank_may_be_broken() -> None:
+    """An error in it is not this rank's; in what this rank draws, it is."""
+    watched, counter = Watched(), Counter()
+    loader = make_loader(
+        watched, strategy="dynamic", prefetch=2, train_batch_size=30, world_size=2, draw=counter
+    )
+    minibatch = next(iter(loader))
+    (_, first), (number, expected), *_ = minibatch.expected()
+    watched.broken = set(expected)
+    counter.taken = [number + 1]
+    batches = iter(minibatch)
+    assert next(batches).sample_ids == first
+    seen = settle(watched, len(first))
+    assert not set(seen) & watched.broken
+    assert next(batches).sample_ids == tuple(
+        minibatch.sample_ids[position] for position in minibatch.plan.drawn[number + 1]
+    )
+    watched.broken = set(watched.data.lengths.argsort().tolist())
+    with pytest.raises(UsageError, match="cannot be read"):
+        for _ in batches:
+            pass
+    watched.broken = set()
+    loader.close()
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
