@@ -189,7 +189,8 @@ class CudaDevice(Device):
         event, self._nearly_done = self._nearly_done, None
         if event is not None:
             done: Callable[[], bool] = event.query
-            _wait(lambda: done() or needless(), "the GPU's work before more is drawn", control)
+            what = "the GPU's work before more is drawn"
+            _wait(lambda: done() or needless(), what, control, idle=False)  # the GPU is not
 
     def start_fetch(self, values: torch.Tensor) -> Callable[[ControlBlock], list[float]]:
         landing = torch.empty(values.numel(), dtype=torch.float64, pin_memory=True)
@@ -210,9 +211,9 @@ def _recorded_event() -> torch.cuda.Event:
     return event
 
 
-def _wait(ready: Callable[[], bool], what: str, control: ControlBlock) -> None:
+def _wait(ready: Callable[[], bool], what: str, control: ControlBlock, *, idle: bool = True) -> None:
     others = [index for index in range(len(control.topology.peers)) if index != control.topology.local_rank]
-    control.wait_until(ready, what, lambda: others, everyone=True)
+    control.wait_until(ready, what, lambda: others, everyone=True, idle=idle)
 
 
 def choose_device(info: RankInfo, wanted: str) -> Device:

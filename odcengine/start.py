@@ -78,9 +78,10 @@ class Job:
             total: how many numbers stand for work. Where all are drawn, nobody waits any more.
         """
         control = self.control
-        self.device.wait_until_nearly_done(
-            control, lambda: total is not None and control.num_drawn(serial) >= total
-        )
+        if self.topology.world_size > 1:  # else there is nobody to leave work to
+            self.device.wait_until_nearly_done(
+                control, lambda: total is not None and control.num_drawn(serial) >= total
+            )
         return control.draw(serial)
 
     def leave(self) -> None:
