@@ -177,7 +177,8 @@ class Slots:
                     "calls step() after each"
                 )
             if shared[Word.DRAWN_FROM] < serial:
-                shared[Word.DRAWN_FROM], shared[Word.DRAWN] = serial, 0
+                shared[Word.DRAWN] = 0  # before its minibatch: see num_drawn
+                shared[Word.DRAWN_FROM] = serial
             number = int(shared[Word.DRAWN])
             shared[Word.DRAWN] = number + 1
         return number
@@ -187,12 +188,13 @@ class Slots:
         shared = self.words[0]
         with self.locked(0, limit_s):
             if (shared[Word.DRAWN_FROM], shared[Word.DRAWN]) < (serial, count):
-                shared[Word.DRAWN_FROM], shared[Word.DRAWN] = serial, count
+                shared[Word.DRAWN] = count
+                shared[Word.DRAWN_FROM] = serial
 
     def num_drawn(self, serial: int) -> int:
         """How many numbers of minibatch ``serial`` are known to be drawn.
 
-        Without the lock: between two stores of another rank it may be what was drawn from an older minibatch.
+        Without the lock: who sees the minibatch sees a count of it, as that is stored first.
         """
         shared = self.words[0]
         return int(shared[Word.DRAWN]) if shared[Word.DRAWN_FROM] == serial else 0

@@ -22,6 +22,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from transport.conformance import MARGIN_S, Report, end_stopped, report_of, state
 
 from odcengine._between_nodes import OtherNodes
+from odcengine._slots import Slots
+from odcengine._words import Word
 from odcengine.control import ControlBlock, Meeting, Phase
 from odcengine.errors import PeerError
 from odcengine.topology import Topology
@@ -286,14 +288,14 @@ def _draw_or_look(rank: int, world: int, nodes: Nodes, token: str) -> tuple[list
     place, total, drawn, seen = Place(rank, nodes, token), 20, list[int](), list[int]()
     for serial in (1, 2):
         seen.append(place.control.num_drawn(serial))
-        place.control.barrier(Meeting.END_OF_STEP, 2 * serial)
+        place.control.barrier(Meeting.END_OF_STEP, serial)
         if rank == place.topology.peers[0]:
             while (number := place.control.draw(serial)) < total:
                 drawn.append(number)
         deadline = time.monotonic() + 30
         while place.control.num_drawn(serial) < total:
             assert time.monotonic() < deadline, place.control.num_drawn(serial)
-        place.control.barrier(Meeting.END_OF_STEP, 2 * serial + 1)
+        place.barrier_and_meet()  # who draws from the next minibatch forgets this one for all nodes
         seen.append(place.control.num_drawn(serial))
     place.leave(others=world - 1)
     return drawn, seen
@@ -308,6 +310,29 @@ def test_ranks_know_what_was_drawn_by_others_of_their_node(nodes: Nodes) -> None
         assert seen[0] == seen[2] == 0
         assert 20 < seen[1] <= 20 + len(nodes)  # each node has drawn one too many
         assert 20 < seen[3] <= 20 + len(nodes)
+
+
+def test_nobody_sees_the_count_of_an_older_minibatch() -> None:
+    """What is seen without the lock after each store, whether ranks draw here or from the store."""
+
+    class Row(dict[int, int]):
+        def __setitem__(self, word: int, value: int) -> None:
+            super().__setitem__(word, value)
+            seen.append(slots.num_drawn(serial))
+
+    slots = Slots.__new__(Slots)
+    row = Row({Word.DRAWN_FROM: 0, Word.DRAWN: 0})
+    slots.words, slots.locked = [row], lambda *_: contextlib.nullcontext()  # type: ignore
+    seen: list[int] = []
+    for serial in (1, 2):
+        for number in range(3):
+            assert slots.draw(serial, LIMIT_S) == number
+    assert seen == [0, 0, 1, 2, 3] * 2
+    seen.clear()
+    for serial in (3, 4):
+        for count in (2, 1, 5):
+            slots.note_drawn(serial, count, LIMIT_S)
+    assert seen == [0, 2, 5, 5] * 2
 
 
 def _late_to_close(rank: int, world: int, nodes: Nodes, token: str) -> tuple[float, float]:
