@@ -28,7 +28,7 @@ from odcengine._nvshmem_variables import set_variables
 from odcengine.config import DEVICE_OF_TRANSPORT, Config
 from odcengine.control import ControlBlock
 from odcengine.device import Device, check_devices, choose_device, identity_of, unmapped_pair
-from odcengine.errors import ConfigError
+from odcengine.errors import ConfigError, UsageError
 from odcengine.ranks import RankInfo
 from odcengine.topology import Topology, build_topology
 from odcengine.transport._mpi_start import Mpi, start_mpi
@@ -76,7 +76,14 @@ class Job:
         Args:
             serial: see :meth:`ControlBlock.draw`.
             total: how many numbers stand for work. Where all are drawn, nobody waits any more.
+
+        Raises:
+            UsageError: ``total`` is no whole number.
         """
+        if not isinstance(total, int | None):
+            raise UsageError(
+                f"draw: expected how much work there is, len(work), or nothing; got a {type(total).__name__}"
+            )
         control = self.control
         if self.topology.world_size > 1:  # else there is nobody to leave work to
             self.device.wait_until_nearly_done(

@@ -22,6 +22,7 @@ from torch import nn
 import odcengine
 from engine.toy import VOCAB, Case, config_for, loss_of, make_model, micro_batches
 from odcengine.device import CpuDevice, CudaDevice
+from odcengine.errors import UsageError
 from odcengine.start import Job
 
 
@@ -242,3 +243,10 @@ def test_the_device_is_told_of_draws_groups_and_micro_batches(ways: tuple[str, .
             assert sum(others.count("e") for others, _ in told) == total >= 6, (way, told)
         # Who drew the last one knows it.
         assert sum(letters.count("D") for letters, _ in told) >= 2, (way, told)
+
+
+def test_work_itself_instead_of_how_much_there_is(gpu: Gpu) -> None:
+    job, control = make_job(gpu)
+    with pytest.raises(UsageError, match=r"draw: expected how much work there is, len\(work\).*got a list"):
+        job.draw(1, ["work"])
+    assert control.num == 0
