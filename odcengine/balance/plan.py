@@ -30,6 +30,7 @@ communication is on demand it can be skipped.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -82,7 +83,7 @@ class Plan:
     speeds: tuple[float, ...] = ()
     lengths: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def drawn(self) -> tuple[tuple[int, ...], ...]:
         """What ranks draw with ``dynamic``, in this order: all but the first micro-batch of each.
 

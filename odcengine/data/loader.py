@@ -260,7 +260,7 @@ class MinibatchLoader:
             self.index += 1
             self._current = self._unmeasured = self._take(self.epoch, self.index - 1)
             if self.strategy == "dynamic":
-                total = len(self._current.plan.drawn)
+                total = self._current.num_to_draw
                 self._current.draw_from(functools.partial(self._draw, self.next_serial(), total))
             self._plan_next()
             if self.on_load is not None:

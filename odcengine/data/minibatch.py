@@ -58,6 +58,8 @@ class Minibatch:
         self._handed_out: tuple[int, ...] | None = None
         self._num_handed_out = 0  # in the last iteration
         self._ended = False  # it, too
+        # In the thread that plans: on many ranks it takes a while.
+        self.num_to_draw = len(plan.drawn) if plan.strategy == "dynamic" else 0
         self._draw: Callable[[], int] | None = None
         self.drawn_last = -2  # number of the bundle; -1: the one that is not drawn; -2: none yet
 

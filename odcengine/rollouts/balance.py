@@ -192,7 +192,7 @@ class Balancer:
         )
         minibatch.samples = found
         if self.draws:
-            minibatch.draw_from(functools.partial(draw, serial, len(plan.drawn)))
+            minibatch.draw_from(functools.partial(draw, serial, minibatch.num_to_draw))
         return minibatch
 
     def measured(
