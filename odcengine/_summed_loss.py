@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from odcengine.data.vocabulary import check_micro_batch
 from odcengine.errors import UsageError
 from odcengine.losses import LossSum, causal_lm_loss_sum
 
+logger = logging.getLogger(__name__)
+
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -24,10 +27,12 @@ class Pending(NamedTuple):
     Attributes:
         summed_over: the count of its loss; None where the engine does not know it.
         training: whether the model was in training mode.
+        divided: whether the loss function itself ends in a division.
     """
 
     summed_over: float | None
     training: bool
+    divided: bool
 
 
 class SummedLoss:
@@ -42,6 +47,7 @@ class SummedLoss:
         normalize_by: ``odc.normalize_by``.
         device: where the engine computes.
         vocab_size: tokens of the model; None where unknown.
+        warns: whether to say so where the script divides the loss: one rank of a job does.
     """
 
     def __init__(
@@ -51,8 +57,10 @@ class SummedLoss:
         device: torch.device,
         *,
         vocab_size: int | None = None,
+        warns: bool = True,
     ) -> None:
         self._vocab_size = vocab_size
+        self._warns = warns
         self.pending: list[Pending] = []
         self._loss_fn: LossFn = loss_fn or causal_lm_loss_sum
         self._count_name = "num_targets" if normalize_by == "tokens" else "num_samples"
@@ -95,7 +103,8 @@ class SummedLoss:
             moved = micro_batch.to(self._device)
         loss = (loss_fn or self._loss_fn)(model, moved)
         if trains:
-            self.pending.append(Pending(self.count_of(loss, micro_batch), model.training))
+            count = self.count_of(loss, micro_batch)
+            self.pending.append(Pending(count, model.training, _is_quotient(loss)))
         return loss
 
     @property
@@ -132,12 +141,31 @@ class SummedLoss:
                     f"backward: count is {count}, but the loss is a LossSum, which says {loss.count}"
                 )
             count, loss = loss.count, loss.loss_sum
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(
+                f"backward: the loss is a {type(loss).__name__}; give a tensor with its graph: what "
+                "engine(micro_batch) has returned, or the .loss of a model's output (not .item())"
+            )
         if loss.numel() != 1:
             raise UsageError(f"backward: the loss has shape {list(loss.shape)}; give the sum of the losses")
-        count = self._sum_pending() if count is None else float(count)
+        if count is None:
+            self._notice_division(loss)
+            count = self._sum_pending()
+        count = float(count)
         if not 0 <= count < math.inf:
             raise UsageError(f"backward: count is {count}; it must be a number of 0 or more")
         return loss, count
+
+    def _notice_division(self, loss: torch.Tensor) -> None:
+        """Warn once of ``loss / accumulation_steps`` and the like, which scripts elsewhere need."""
+        divided = len(self.pending) == 1 and not self.pending[0].divided and _is_quotient(loss)
+        if divided and self._warns:
+            self._warns = False
+            logger.warning(
+                "backward: the loss was divided after engine(micro_batch) had returned it. It is a sum, and "
+                "engine.step() divides it by the count of the whole minibatch over all ranks: leave the "
+                "division out, or the reported loss and the gradients are smaller by that factor"
+            )
 
     def _sum_pending(self) -> float:
         # Only the sum over the minibatch matters, so a backward may cover several forwards.
@@ -148,3 +176,8 @@ class SummedLoss:
                 "the engine knows it only for micro-batches of its loader"
             )
         return sum(counts)
+
+
+def _is_quotient(loss: Any) -> bool:
+    graph = getattr(loss, "grad_fn", None)
+    return graph is not None and graph.name() == "DivBackward0"

@@ -44,7 +44,7 @@ from odcengine.models.adapter import (
 )
 from odcengine.models.stored import StoredModel
 from odcengine.monitor import Monitor
-from odcengine.optim import build_optimizer, build_scheduler
+from odcengine.optim import LENGTHS, build_optimizer, build_scheduler
 from odcengine.ranks import read_rank_info
 from odcengine.rollouts.balance import Balancer
 from odcengine.rollouts.reference import Reference, ReferenceSource
@@ -210,6 +210,7 @@ def initialize(
                 loss_fn=loss_fn,
                 make_held_out=make_held_out,
                 reference=None if frozen is None else frozen.model,
+                steps_of_schedule=_steps_of_schedule(settings, lr_scheduler, loader),
             )
             if frozen is not None and packs:
                 frozen.prepare(low_precision=settings.bf16.enabled, sharded=True)
@@ -563,5 +564,19 @@ def _build_scheduler(
         return source
     if source is not None:
         return source(optimizer)
-    total = None if loader is None else len(loader) * config.data.num_epochs
-    return build_scheduler(config.scheduler, optimizer, total)
+    return build_scheduler(config.scheduler, optimizer, _steps_of_run(config, loader))
+
+
+def _steps_of_run(config: Config, loader: MinibatchLoader | None) -> int | None:
+    return None if loader is None else len(loader) * config.data.num_epochs
+
+
+def _steps_of_schedule(
+    config: Config, source: SchedulerSource | None, loader: MinibatchLoader | None
+) -> int | None:
+    """Length of the schedule where it is that of the run; None where the user chose it, or it has no end."""
+    if source is not None or config.scheduler is None:
+        return None
+    params = config.scheduler.params.model_dump()
+    follows = any(key in params and params[key] is None for key in LENGTHS)
+    return _steps_of_run(config, loader) if follows else None

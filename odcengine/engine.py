@@ -89,11 +89,13 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
         loss_fn: LossFn | None,
         make_held_out: MakeLoader,
         reference: nn.Module | None = None,
+        steps_of_schedule: int | None = None,
     ) -> None:
         self.module = model
         self.reference = reference
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self._steps_of_schedule = steps_of_schedule
         self.config = config
         self.topology = job.topology
         self.transport = transport
@@ -116,6 +118,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
         self._make_held_out = make_held_out
         self._checkpoints = Checkpoints(Trained(model, optimizer, scheduler, loader), job, config)
         saves = config.checkpoint.dir is not None
+        if hasattr(model, "save_pretrained"):  # it would end in an error of a storage without memory
+            model.save_pretrained = _refuse_save_pretrained  # type: ignore[assignment]
         self._stop = StopRequests(
             config.preemption.signals if saves else (),
             config.preemption.max_time if saves else None,
@@ -131,6 +135,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
             config.odc.normalize_by,
             job.device.torch_device,
             vocab_size=find_vocabulary(model),
+            warns=job.topology.rank == 0,
         )
         self._equal_counts = job.topology.world_size > 1 and isinstance(sharding, CollectiveSharding)
         self._garbage = QuietGarbage(config.odc.manage_gc)
@@ -256,6 +261,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
         agreed, applied, times = self._boundary.end(self._own(arrived, met), step)
         if applied and self.scheduler is not None:
             with control.phase(Phase.UPDATE):
+                self._notice_end_of_schedule(self.scheduler, lr)
                 self.scheduler.step()
         blocked = self._sharding.blocked
         metrics = StepMetrics(
@@ -293,6 +299,21 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
         if self._evaluates_now():
             self.evaluate()
         return metrics
+
+    def _notice_end_of_schedule(self, scheduler: LRScheduler, lr: float) -> None:
+        """Warn once of a step behind the end of a schedule whose length follows from ``data.num_epochs``."""
+        if scheduler.last_epoch != self._steps_of_schedule or self.topology.rank != 0:
+            return
+        logger.warning(
+            "step %d has lr %.3g and is behind the end of the schedule %s, which was made for the %d steps "
+            "of data.num_epochs: %d. Set data.num_epochs to the number of epochs that the script makes, or "
+            "give the schedule its length in scheduler.params",
+            self.global_steps,
+            lr,
+            type(scheduler).__name__,
+            self._steps_of_schedule,
+            self.config.data.num_epochs,
+        )
 
     def _minibatch(self) -> tuple[Minibatch | None, str]:
         """What the present step is over, as far as the engine has made it, and who gave it."""
@@ -603,3 +624,10 @@ def _close_at_exit(reference: weakref.ref[OdcEngine]) -> None:
         engine._close(Meeting.EXIT)
     except OdcError as error:
         logger.error("at exit: %s", error)
+
+
+def _refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
+    raise UsageError(
+        "save_pretrained() of a sharded model: this rank holds a part of each weight. Call "
+        "engine.save_pretrained(folder) on all ranks instead, which writes what from_pretrained() loads"
+    )

@@ -51,6 +51,10 @@ def _have_fused(params: list[Any]) -> bool:
     return all(t.is_floating_point() and t.device.type in ("cpu", "cuda") for t in tensors)
 
 
+LENGTHS = ("total_num_steps", "T_max")
+"""Parameters that say how many steps a schedule has; by default those of the run."""
+
+
 def build_scheduler(
     config: SchedulerConfig | None, optimizer: torch.optim.Optimizer, total_num_steps: int | None = None
 ) -> LRScheduler | None:
@@ -72,7 +76,7 @@ def build_scheduler(
         return None
     params = config.params
     options = params.model_dump()
-    for key in ("total_num_steps", "T_max"):
+    for key in LENGTHS:
         if key in options and options[key] is None:
             if total_num_steps is None:
                 raise ConfigError(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from odcengine.data.batch import IGNORE_INDEX, MicroBatch, Sample
+from odcengine.data.token_batch import check_unpadded
 from odcengine.errors import UsageError
 
 # What other libraries call the mask of the loss.
@@ -203,6 +204,7 @@ def tokens_and_targets(sample: Sample, which: str) -> tuple[npt.NDArray[np.int64
             f"{which}: input_ids has shape {list(tokens.shape)} and type {tokens.dtype}, "
             "but must be 1-D integers, at least one"
         )
+    check_unpadded(sample, f"{which}: ")
     tokens = tokens.astype(np.int64)  # unsigned tokens could not stand beside IGNORE_INDEX
     targets = np.full(len(tokens), IGNORE_INDEX, dtype=np.int64)
     name = next((name for name in ("labels", "loss_mask") if sample.get(name) is not None), None)

@@ -44,7 +44,7 @@ KINDS = (*PREFERENCES, MESSAGES, PAIR, TEXT)
 TURNS = ("all", "last")
 USED_KEYS = (*PREFERENCE_KEYS, "messages", "completion", "text")
 TOKENS = "input_ids"
-TOKEN_KEYS = ("input_ids", "loss_mask", "labels", "sequences")
+TOKEN_KEYS = ("input_ids", "loss_mask", "labels", "sequences", "attention_mask")
 TOO_LONG = ("error", "truncate", "skip")
 
 

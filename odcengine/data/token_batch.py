@@ -281,6 +281,27 @@ def check_sample(sample: Mapping[str, Any]) -> list[TokenSequence]:
     return found
 
 
+def check_unpadded(sample: Mapping[str, Any], which: str = "") -> None:
+    """Refuse a sequence with padding: it would be computed, balanced and, without labels, learned.
+
+    Args:
+        sample: the sequence.
+        which: its name and a colon, for messages.
+
+    Raises:
+        UsageError: its ``attention_mask`` is not all ones.
+    """
+    if (mask := sample.get("attention_mask")) is None:
+        return
+    padding = np.asarray(mask) == 0
+    if padding.any():
+        raise UsageError(
+            f"{which}its attention_mask has {int(padding.sum())} zeros of {padding.size}, so it is padded; "
+            "samples are packed without padding. Tokenize with padding=False, or cut input_ids and labels to "
+            "where the mask is 1"
+        )
+
+
 def _check_sequence(sample: Mapping[str, Any]) -> TokenSequence:
     tokens = np.asarray(sample["input_ids"])
     if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
@@ -288,6 +309,7 @@ def _check_sequence(sample: Mapping[str, Any]) -> TokenSequence:
             f"input_ids has shape {list(tokens.shape)} and type {tokens.dtype}, but must be 1-D integers, at "
             "least one"
         )
+    check_unpadded(sample)
     if tokens.min() < 0 or tokens.max() > np.iinfo(TOKEN).max:
         raise UsageError(f"token ids run from {tokens.min()} to {tokens.max()}; not storable")
     if sample.get("labels") is not None:

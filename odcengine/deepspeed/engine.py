@@ -85,6 +85,7 @@ class ZeroEngine:
             config.odc.normalize_by,
             job.device.torch_device,
             vocab_size=find_vocabulary(self.module),
+            warns=job.topology.rank == 0,
         )
         odc.scale = self._agree
         odc.after_meeting = self._met

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from odcengine.errors import ConfigError
 from odcengine.sharding.experts import expert_modules
@@ -112,8 +113,10 @@ def check_model(
         frozen: nothing of it is to be trained.
 
     Raises:
-        ConfigError: no parameters, parameters on another device, or one tied across groups.
+        ConfigError: a model that is wrapped or sharded already, no parameters, parameters on another device
+            or in float16, or one tied across groups.
     """
+    _check_wrapped(model)
     if not any(True for _ in model.parameters()):
         raise ConfigError(f"model: {type(model).__name__} has no parameters; there is nothing to train")
     if not frozen and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -137,9 +140,40 @@ def check_model(
             raise ConfigError(
                 f"model: parameter {name} has dtype {parameter.dtype}; what is trained must be floating point"
             )
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ConfigError(
+                f"model: parameter {name} has dtype torch.float16, in which small gradients and the "
+                "optimizer's eps become 0; there is no loss scaling. Load it with dtype=torch.bfloat16 or "
+                "torch.float32 (`model: {dtype: ...}` where the configuration names the model), or set "
+                "`bf16: {enabled: true}`, which makes float32 masters"
+            )
     groups = _groups_of_modules(model, blocks)
     _check_ties(model, groups)
     _check_dtypes(model, groups)
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "give the model itself (.module); odcengine sums up gradients",
+    "DataParallel": "give the model itself (.module)",
+    "FullyShardedDataParallel": "give the model itself; odcengine shards it",
+    "DeepSpeedEngine": "give the model itself, or keep DeepSpeed's engine and call odcengine.attach(engine)",
+    "OptimizedModule": "give the model that torch.compile was called with, and set `model: {compile: true}`",
+}
+
+
+def _check_wrapped(model: nn.Module) -> None:
+    """Wrappers bring communication or a forward of their own, which would run beside odcengine's."""
+    for name, module in model.named_modules():
+        if (kind := type(module).__name__) in _WRAPPERS:
+            what = f"its part {name}" if name else "it"
+            raise ConfigError(f"model: {what} is wrapped in {kind}; {_WRAPPERS[kind]}")
+    sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if sharded is not None:
+        raise ConfigError(
+            f"model: parameter {sharded} is a DTensor, so the model is sharded already (fully_shard?); "
+            "odcengine.initialize shards it itself. Give it unsharded, or keep your own sharding and loop "
+            "with odcengine.attach(model, optimizer) (docs/integration.md)"
+        )
 
 
 def _check_quantised(model: nn.Module) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from odcengine.data import MinibatchLoader, pack_samples
+from odcengine.data import MinibatchLoader, TokenDataset, pack_samples
 from odcengine.data.finite import check_fields_are_finite, check_sample_is_finite
 from odcengine.data.pack import truncate_sample
 from odcengine.errors import UsageError
@@ -202,6 +203,19 @@ def test_truncation() -> None:
             max_tokens=5,
             too_long="truncate",
         )
+
+
+def test_padding_is_refused(tmp_path: Path) -> None:
+    """Of a tokenizer's padding=True; without labels it would be learned."""
+    sample = {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
+    wanted = "its attention_mask has 2 zeros of 5, so it is padded"
+    with pytest.raises(UsageError, match=f"sample 0: {wanted}"):
+        pack_samples([sample])
+    with pytest.raises(UsageError, match=wanted):
+        TokenDataset.write(tmp_path / "padded", [sample])
+    whole = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}
+    assert pack_samples([whole]).num_targets == 2
+    TokenDataset.write(tmp_path / "whole", [whole])
 
 
 @pytest.mark.parametrize("name", ["completion_mask", "response_mask", "assistant_masks", "action_mask"])

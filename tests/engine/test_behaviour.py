@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 import re
@@ -12,13 +13,14 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 from distributed import run_ranks, values
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transport.conformance import end_stopped, state
 
 import odcengine
@@ -562,7 +564,34 @@ def _meta() -> nn.Module:
         return nn.Linear(2, 2)
 
 
+def _half() -> nn.Module:
+    return TinyLM().half()
+
+
+def _compiled() -> nn.Module:
+    return cast(nn.Module, torch.compile(TinyLM()))  # nothing is compiled before the first call
+
+
+class DistributedDataParallel(nn.Module):
+    """By its name alone; the real one needs a process group before initialize makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = TinyLM()
+
+
+def _sharded() -> nn.Module:
+    model = TinyLM()
+    torch.distributed.init_process_group("gloo")
+    fully_shard(model)
+    return model
+
+
 BAD = {
+    "half precision": (_half, {}, "has dtype torch.float16, in which small gradients"),
+    "sharded": (_sharded, {}, "is a DTensor, so the model is sharded already"),
+    "compiled": (_compiled, {}, "it is wrapped in OptimizedModule; give the model that torch.compile was"),
+    "DDP": (DistributedDataParallel, {}, "it is wrapped in DistributedDataParallel; give the model itself"),
     "no parameters": (nn.ReLU, {}, "ReLU has no parameters"),
     "nothing trainable": (_frozen, {}, "no parameter of Linear requires a gradient"),
     "meta device": (_meta, {}, "parameter weight is on meta"),
@@ -631,6 +660,7 @@ def _misuse(rank: int, world_size: int) -> list[str]:
         lambda: engine.backward(torch.ones(3, requires_grad=True), count=1),
         lambda: engine.backward(torch.ones((), requires_grad=True)),
         lambda: engine.backward(torch.ones((), requires_grad=True), count=-1),
+        lambda: engine.backward(torch.ones((), requires_grad=True).item(), count=1),  # type: ignore[arg-type]
     ):
         try:
             call()
@@ -656,8 +686,66 @@ def test_misuse_of_backward_is_named() -> None:
     assert "the loss has shape [3]" in messages[0]
     assert "give count=..." in messages[1]
     assert "count is -1.0" in messages[2]
-    assert "Call engine.step() on every rank instead" in messages[3]
-    assert "2 micro-batches had a backward and no engine.step()" in messages[4]
+    assert "the loss is a float; give a tensor with its graph" in messages[3]
+    assert "Call engine.step() on every rank instead" in messages[4]
+    assert "2 micro-batches had a backward and no engine.step()" in messages[5]
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
+    "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+SCHEDULE = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1}}
+
+
+def _port_of_a_script(
+    rank: int, world_size: int, divide: bool, num_epochs: int, schedule: dict[str, Any]
+) -> str:
+    """Two epochs of two steps; returns what was warned of."""
+    pytest.importorskip("transformers")
+    warned: list[str] = []
+    keep = logging.Handler(logging.WARNING)
+    keep.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("odcengine").addHandler(keep)
+    engine, _, loader, _ = odcengine.initialize(
+        config={
+            **SMALL,
+            "train_batch_size": 4,
+            "model": {"config": LLAMA},
+            "data": {"num_epochs": num_epochs},
+            "scheduler": schedule,
+        },
+        training_data=[{"input_ids": [3, 4, 5, 6][: 2 + n % 3]} for n in range(8)],
+    )
+    for _ in range(2):
+        for minibatch in loader:
+            for micro_batch in minibatch:
+                loss = engine(micro_batch)
+                engine.backward(loss / 2 if divide else loss)
+            engine.step()
+    with pytest.raises(UsageError, match=r"Call engine\.save_pretrained\(folder\) on all ranks"):
+        engine.module.save_pretrained("never-written")
+    engine.close()
+    return "\n".join(warned)
+
+
+def test_habits_of_other_loops_are_warned_of() -> None:
+    quiet, _ = values(run_ranks(_port_of_a_script, 2, False, 2, SCHEDULE))
+    assert "backward: the loss was divided" not in quiet
+    assert "behind the end of the schedule" not in quiet
+    loud, other = values(run_ranks(_port_of_a_script, 2, True, 1, SCHEDULE))
+    assert loud.count("backward: the loss was divided after engine(micro_batch) had returned it") == 1
+    assert loud.count("behind the end of the schedule") == 1
+    assert re.search(
+        r"step 2 has lr \S+ and is behind the end of the schedule WarmupDecayLR, which was made for the 2 "
+        r"steps of data\.num_epochs: 1\.",
+        loud,
+    )
+    assert "divided" not in other
+    assert "behind the end" not in other
+    for chosen in ({"total_num_steps": 2}, None):  # a length of the script's own, and a schedule without one
+        schedule = {**SCHEDULE, "params": chosen} if chosen else {"type": "WarmupLR", "params": {}}
+        assert "behind the end" not in values(run_ranks(_port_of_a_script, 1, False, 1, schedule))[0]
 
 
 def _after_close(rank: int, world_size: int) -> str:
