@@ -27,6 +27,8 @@ from odcengine.topology import Topology
 
 MakeLoader = Callable[[Any], MinibatchLoader]
 """Makes of a data set a loader whose only minibatch has all samples, in their order."""
+_MEAN, _UNIT = "mean ", "unit "
+"""Before the names of metrics in sums: of those that become means, and of the one that they are over."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,15 @@ class Evaluation:
         step: optimizer steps done before; the step of this number begins with the same weights.
         loss: sum of the losses over all samples divided by ``count``; nan if there was nothing to count.
         perplexity: ``exp`` of the mean loss of a token; None with a loss that is not the engine's own.
-        count: what the loss is divided by: as in training, tokens with a target, or samples.
+        count: what the loss is divided by: as in training, tokens with a target, or samples; with a loss of
+            its own what that one counts, pairs for example.
         num_samples: samples of all ranks.
         num_tokens: tokens of all ranks, padding not counted; None with a ``collate_fn``.
         seconds: how long it took on this rank, waiting for others included.
         means: what a loss tells beside itself (the ``metrics`` of a :class:`~odcengine.losses.LossSum`), sums
-            over all samples divided by ``count``.
+            over all samples divided by their number of its ``unit``, or by ``count`` where it names none.
+        unit: that unit, ``tokens`` or ``pairs``; None where the loss names none.
+        num_units: how many of it there were in all samples; None without a unit.
     """
 
     name: str
@@ -55,12 +60,16 @@ class Evaluation:
     num_tokens: int | None
     seconds: float
     means: dict[str, float] = field(default_factory=dict)
+    unit: str | None = None
+    num_units: int | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """As the monitor writes it."""
         found = {"loss": self.loss, "perplexity": self.perplexity, **self.means}
         found |= {"count": self.count, "num_samples": self.num_samples, "seconds": self.seconds}
+        if self.unit is not None:
+            found[self.unit] = self.num_units
         return {f"{self.name}/{key}": value for key, value in found.items()}
 
     def __str__(self) -> str:
@@ -68,7 +77,11 @@ class Evaluation:
         if self.perplexity is not None:
             parts.append(f"perplexity {self.perplexity:.4g}")
         parts += [f"{name} {value:.4g}" for name, value in self.means.items()]
-        parts.append(f"{self.num_samples} samples in {self.seconds:.1f} s")
+        over = f"{self.num_samples} samples"
+        if self.unit is not None:  # of samples that are a pair each, the pairs say it all
+            units = f"{self.num_units} {self.unit}"
+            over = units if self.num_units == self.num_samples else f"{over}, {units}"
+        parts.append(f"{over} in {self.seconds:.1f} s")
         return f"{self.name} after {self.step} steps: {', '.join(parts)}"
 
 
@@ -211,8 +224,8 @@ class EvaluationCalls(abc.ABC):
                     "for packed samples the sum of their losses"
                 )
             counts["count"] += count
-            of_loss = loss.metrics if isinstance(loss, LossSum) else {}
-            for key, value in (("loss", loss_sum), *((f"mean {name}", of_loss[name]) for name in of_loss)):
+            of_loss = _named_metrics(loss) if isinstance(loss, LossSum) else {}
+            for key, value in {"loss": loss_sum, **of_loss}.items():
                 scalar = torch.as_tensor(value).detach().reshape(()).to(zero)
                 sums[key] = sums.get(key, zero) + scalar
         if not self._summed_loss.is_own or keywords:
@@ -241,8 +254,20 @@ class EvaluationCalls(abc.ABC):
         return total
 
 
+def _named_metrics(loss: LossSum) -> dict[str, torch.Tensor]:
+    """The metrics of a loss, named by what becomes of them."""
+    if loss.unit is not None and loss.unit not in loss.metrics:
+        raise UsageError(
+            f"evaluate: the unit of the LossSum is {loss.unit!r}, but its metrics are "
+            f"{', '.join(loss.metrics) or 'empty'}; the unit is one of them, or None"
+        )
+    return {(_UNIT if name == loss.unit else _MEAN) + name: value for name, value in loss.metrics.items()}
+
+
 def _evaluation(name: str, step: int, total: Mapping[str, float], seconds: float) -> Evaluation:
     count, targets = total["count"], total["targets"]
+    unit = next((key for key in total if key.startswith(_UNIT)), None)
+    over = count if unit is None else total[unit]
     perplexity = None
     if targets and not math.isnan(targets):
         mean = total["loss"] / targets
@@ -257,8 +282,10 @@ def _evaluation(name: str, step: int, total: Mapping[str, float], seconds: float
         num_tokens=None if math.isnan(total["tokens"]) else round(total["tokens"]),
         seconds=seconds,
         means={
-            key.removeprefix("mean "): value / count if count else math.nan
+            key.removeprefix(_MEAN): value / over if over else math.nan
             for key, value in total.items()
-            if key.startswith("mean ")
+            if key.startswith(_MEAN)
         },
+        unit=None if unit is None else unit.removeprefix(_UNIT),
+        num_units=None if unit is None else round(over),
     )

@@ -7,8 +7,8 @@ The configuration names the model (``model.path``), the pairs that ``odc prepare
 which is sharded over the ranks like the model. If the pairs know its log-probabilities already
 (``precompute.py``), and ``data.fields`` names them, no reference is loaded. Both answers of a pair are in one
 micro-batch, and ``train_batch_size`` counts pairs. The share of pairs that the model gets right, and its
-rewards, are written by the monitor under ``dpo/``, those of held-out pairs (``data.eval_path``) under
-``eval/``.
+rewards, are written by the monitor under ``dpo/``, those of held-out pairs (``data.eval_path``) under the
+same names in ``eval/``.
 """
 
 from __future__ import annotations
@@ -81,20 +81,13 @@ def main() -> None:
 def report(engine: odcengine.OdcEngine, totals: dict[str, float]) -> None:
     """Have the monitor write what the step's pairs say, as means over all ranks' pairs."""
     sums = engine.sum_over_ranks(totals)
-    correct, chosen, rejected = (
-        sums[name] / max(sums["pairs"], 1) for name in ("correct", "chosen_reward", "rejected_reward")
-    )
-    engine.report(
-        {
-            "dpo/accuracy": correct,
-            "dpo/margin": chosen - rejected,
-            "dpo/chosen_reward": chosen,
-            "dpo/rejected_reward": rejected,
-        }
-    )
+    num_pairs = sums["pairs"]
+    means = {name: sums[name] / max(num_pairs, 1) for name in DPO_METRICS if name != "pairs"}
+    engine.report({f"dpo/{name}": mean for name, mean in means.items()})
     every = engine.config.steps_per_print
     if engine.topology.rank == 0 and every and engine.global_steps % every == 0:
-        logger.info("pairs: %.1f%% right, margin of rewards %.4f", 100 * correct, chosen - rejected)
+        words = ", ".join(f"{name} {mean:.4g}" for name, mean in means.items())
+        logger.info("dpo in step %d: %s, %d pairs", engine.global_steps, words, num_pairs)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from odcengine.losses.linear_logprobs import TokenLogprobs
 from odcengine.losses.logprobs import causal_lm_logprobs
 from odcengine.losses.loss_sum import LossSum
 
-DPO_METRICS = ("pairs", "correct", "chosen_reward", "rejected_reward")
-"""Sums over pairs: of 1; of pairs with ``h > 0``; of ``beta (log p - log p_ref)`` of the chosen and of the
-rejected answers."""
+DPO_METRICS = ("pairs", "accuracy", "margin", "chosen_reward", "rejected_reward")
+"""Sums over pairs, so divided by the first they are means: of 1; of 1 where ``h > 0``; of ``beta h``; of
+``beta (log p - log p_ref)`` of the chosen and of the rejected answers."""
 _KINDS = ("sigmoid", "ipo")
 
 
@@ -125,11 +125,13 @@ class DpoLoss:
                 [
                     torch.ones_like(chosen).sum(),
                     (difference > 0).to(chosen.dtype).sum(),
+                    self.beta * difference.sum(),
                     self.beta * chosen.sum(),
                     self.beta * rejected.sum(),
                 ]
             )
-        return LossSum(losses.sum(), float(len(numbers)), dict(zip(DPO_METRICS, sums, strict=True)))
+        metrics = dict(zip(DPO_METRICS, sums, strict=True))
+        return LossSum(losses.sum(), float(len(numbers)), metrics, unit="pairs")
 
     def _answers(self, logprobs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities of answers from those of tokens, ``[num_sequences]``."""

@@ -163,7 +163,7 @@ class GrpoLoss:
         entropies = torch.zeros_like(drift) if found.entropies is None else found.entropies.detach()
         sums = [has_target, *clipped, drift, kl.detach(), entropies]
         metrics = torch.stack([values.to(drift.dtype).sum() for values in sums])
-        return LossSum(loss_sum, count, dict(zip(GRPO_METRICS, metrics, strict=True)))
+        return LossSum(loss_sum, count, dict(zip(GRPO_METRICS, metrics, strict=True)), unit="tokens")
 
     def _surrogate(
         self, log_ratio: torch.Tensor, advantages: torch.Tensor

@@ -18,8 +18,11 @@ class LossSum:
         loss_sum: scalar with a graph.
         count: what the micro-batch adds to the divisor of the minibatch.
         metrics: sums without a graph, by name; over ranks and micro-batches they are added up as well.
+        unit: the name of the metric that counts what all others are sums over (``tokens``, ``pairs``):
+            divided by it they are means. None: that is ``count``.
     """
 
     loss_sum: torch.Tensor
     count: float
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    unit: str | None = None

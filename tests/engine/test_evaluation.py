@@ -73,6 +73,13 @@ def _with_lengths(model: Any, micro_batch: MicroBatch) -> LossSum:
     return LossSum(loss, float(micro_batch.num_samples), {"tokens": torch.tensor(micro_batch.num_tokens)})
 
 
+def _with_unit(model: Any, micro_batch: MicroBatch) -> LossSum:
+    """The same, with something that is a mean over targets, not over what the loss is divided by."""
+    loss = _with_lengths(model, micro_batch)
+    metrics = {"targets": torch.tensor(micro_batch.num_targets), "surprise": loss.loss_sum}
+    return LossSum(loss.loss_sum, loss.count, metrics, unit="targets")
+
+
 def _train(engine: OdcEngine, loader: Any, *, looks: bool) -> list[tuple[float, float, int | None, float]]:
     """Two epochs; looks at the data in every way that must not change anything."""
     found = []
@@ -126,6 +133,7 @@ def _run_way(rank: int, name: str, folder: Path) -> dict[str, Any]:
         "before": engine.evaluate(),
         "one": engine.evaluate(HELD_OUT[:1], name="one"),
         "own loss": engine.evaluate(HELD_OUT, loss_fn=_with_lengths),
+        "unit": engine.evaluate(HELD_OUT[:1], loss_fn=_with_unit, name="unit"),
         "mode": engine.module.training,
         "modes": _modes_of_parts(engine),
         "looked": _train(engine, loader, looks=True),
@@ -197,6 +205,11 @@ def test_loss_is_that_of_one_process(name: str, ranks: list[dict[str, Any]]) -> 
         assert own.loss == pytest.approx(_right(len(HELD_OUT))[0] / len(HELD_OUT), rel=1e-10)
         assert own.means == {"tokens": pytest.approx(own.num_tokens / len(HELD_OUT))}
         assert own.perplexity is None
+        total, targets = _right(1)
+        in_targets = found["unit"]
+        assert (in_targets.unit, in_targets.num_units, in_targets.count) == ("targets", targets, 1)
+        assert in_targets.means == {"surprise": pytest.approx(total / targets, rel=1e-10)}
+        assert f", 1 samples, {targets} targets in " in str(in_targets)
         assert found["mode"]
         assert found["modes"] == (True, False)
         assert found["is kept"]
@@ -226,6 +239,9 @@ def test_what_is_written(name: str, ranks: list[dict[str, Any]]) -> None:
         assert line["eval/count"] == result.count
     assert lines[-1]["eval/loss"] == lines[-2]["eval/loss"]
     assert [line["one/loss"] for line in found["lines"] if "one/loss" in line] == [found["one"].loss]
+    (in_targets,) = [line for line in found["lines"] if "unit/loss" in line]
+    assert in_targets["unit/targets"] == _right(1)[1]
+    assert in_targets["unit/surprise"] == found["unit"].means["surprise"]
     steps = [line["step"] for line in found["lines"] if "loss" in line]
     assert steps == list(range(6))
     assert found["lines"][-1]["script/number"] == 0.5

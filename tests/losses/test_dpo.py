@@ -46,7 +46,8 @@ def test_one_pair(loss: DpoLoss, value: float, slope: float, reference: Any) -> 
     assert result.count == 1
     assert {name: float(value) for name, value in result.metrics.items()} == {
         "pairs": 1,
-        "correct": float(loss.average),  # 0.5 against 0.25 instead of 0.5 against 0.5
+        "accuracy": float(loss.average),  # 0.5 against 0.25 instead of 0.5 against 0.5
+        "margin": 1.0 - share,
         "chosen_reward": 1.0,
         "rejected_reward": 1.0 * share,
     }

@@ -224,8 +224,14 @@ def test_the_example_learns(ranks: list[list[Any]], folder: Path) -> None:
         assert line["dpo/margin"] == pytest.approx(margin)
     (evaluated,) = [line for line in lines if "eval/loss" in line]
     assert evaluated["step"] == 12
-    assert evaluated["eval/correct"] >= 0.6
-    assert evaluated["eval/count"] == 5
+    assert evaluated["eval/accuracy"] >= 0.6
+    assert evaluated["eval/count"] == evaluated["eval/pairs"] == 5
+    rewards = evaluated["eval/chosen_reward"], evaluated["eval/rejected_reward"]
+    assert evaluated["eval/margin"] == pytest.approx(rewards[0] - rewards[1], rel=1e-4)
+    # The same names in training and evaluation.
+    names = [{key.partition("/")[2] for key in line if "/" in key} for line in (told[0], evaluated)]
+    assert names[0] == {"accuracy", "margin", "chosen_reward", "rejected_reward"}
+    assert names[0] < names[1]
     assert evaluated["eval/loss"] < math.log(2)
 
 

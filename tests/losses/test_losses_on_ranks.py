@@ -213,7 +213,8 @@ def test_pairs_of_a_loader(name: str) -> None:
         assert worst(gradients, expected) <= 1e-10
         assert totals["ranks"] == 2
         assert totals["pairs"] == len(pairs)
-        assert totals["correct"] == (rewards[:, 0] > rewards[:, 1]).sum()
+        assert totals["accuracy"] == (rewards[:, 0] > rewards[:, 1]).sum()
+        assert totals["margin"] == pytest.approx(float((rewards[:, 0] - rewards[:, 1]).sum()))
         assert totals["chosen_reward"] == pytest.approx(float(rewards[:, 0].sum()))
         assert totals["rejected_reward"] == pytest.approx(float(rewards[:, 1].sum()))
         assert "other ranks have other names than name" in message
