@@ -106,7 +106,7 @@ class Tally:
         samples: samples, without stand-ins for empty micro-batches.
         micro_batches: with samples in them.
         tokens: tokens of the samples.
-        squares: sum of the squares of their lengths.
+        squares: sum of the squares of the lengths of their sequences.
         flops: model FLOP of their forward and backward.
         load_s: seconds in the loader.
 
@@ -168,13 +168,16 @@ class Tally:
         none = np.zeros(0, dtype=np.int64)
         return np.concatenate([none, *(lengths[firsts[index] : firsts[index + 1]] for index in sample_ids)])
 
-    def balanced(self, seconds: float, lengths: Lengths) -> None:
-        """``engine.balance`` hands out a micro-batch of samples of these lengths: none for a stand-in.
+    def balanced(self, seconds: float, num_samples: int, lengths: Lengths) -> None:
+        """``engine.balance`` hands out a micro-batch, which counts if it is trained on, not only evaluated.
 
-        It counts if it is trained on; a script may only evaluate it.
+        Args:
+            seconds: so long it was packed.
+            num_samples: samples in it; 0 for a stand-in.
+            lengths: tokens of each of their sequences.
         """
         self.load_s += seconds
-        self._balanced, self._counts_balanced = (len(lengths), lengths), True
+        self._balanced, self._counts_balanced = (num_samples, lengths), True
 
     def evaluated(self) -> None:
         """A forward without gradients got what was handed out last, which may still be trained on."""

@@ -121,9 +121,9 @@ class Monitor:
         if self._recording:
             self.recorder.add("load", start, end)
 
-    def balanced(self, start: float, end: float, lengths: Sequence[int]) -> None:
-        """``engine.balance`` has packed a micro-batch of samples of these lengths, in these seconds."""
-        self.tally.balanced(end - start, np.asarray(lengths, dtype=np.int64))
+    def balanced(self, start: float, end: float, num_samples: int, lengths: Sequence[int]) -> None:
+        """``engine.balance`` has packed a micro-batch, of sequences of these lengths, in these seconds."""
+        self.tally.balanced(end - start, num_samples, np.asarray(lengths, dtype=np.int64))
         if self._recording:
             self.recorder.add("load", start, end)
 

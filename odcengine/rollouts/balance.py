@@ -19,8 +19,9 @@ from odcengine.rollouts.store import SampleStore
 from odcengine.start import Job
 
 Collate = Callable[[list[Any]], Any]
-OnPacked = Callable[[float, float, Sequence[int]], None]
-"""From when to when, in seconds of ``time.perf_counter()``, samples of these lengths were packed."""
+OnPacked = Callable[[float, float, int, Sequence[int]], None]
+"""From when to when, in seconds of ``time.perf_counter()``, how many samples were packed, and the lengths of
+their sequences."""
 
 
 class Balanced(Minibatch):
@@ -98,6 +99,7 @@ class Balancer:
             max_samples=self._max_samples,
             cost=costs,
             speeds=speeds,
+            squares=stock.squares,
         )
 
     def exchange(
@@ -155,8 +157,8 @@ class Balancer:
             for positions in minibatch.drawn() if planned is None else planned:
                 start = time.perf_counter()
                 batch = make(positions)
-                lengths = [stock.lengths[position] for position in positions]
-                self._on_packed(start, time.perf_counter(), lengths)
+                lengths = [length for position in positions for length in stock.sequences[position]]
+                self._on_packed(start, time.perf_counter(), len(positions), lengths)
                 yield positions, batch
 
         def make(positions: tuple[int, ...]) -> Any:

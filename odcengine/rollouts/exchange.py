@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -40,7 +42,8 @@ from odcengine.rollouts.samples import (
 )
 
 _UNKNOWN = -1
-_COLUMNS = 3  # length, targets, longest sequence; behind them the elements of each field
+_COLUMNS = 2  # length, targets; behind them the elements of each field
+_SEQUENCE = re.compile(r"sequences/\d+/input_ids")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class Stock:
     Attributes:
         schema: of all samples.
         lengths: tokens of each sample.
-        longest: tokens of the longest sequence of a sample.
+        sequences: tokens of each sequence of each sample. One that was given another length than its tokens
+            counts as one sequence of that length.
+        longest: tokens of the longest sequence.
         num_targets: positions with a target of each; None where samples have no ``input_ids``.
         nbytes: bytes of each when it travels.
         homes: the rank that each was given on.
@@ -61,12 +66,20 @@ class Stock:
 
     schema: Schema
     lengths: tuple[int, ...]
+    sequences: tuple[tuple[int, ...], ...]
     longest: int
     num_targets: tuple[int, ...] | None
     nbytes: tuple[int, ...]
     homes: tuple[int, ...]
     rank: int
     packable: tuple[str, ...] = ()
+
+    @property
+    def squares(self) -> npt.NDArray[np.float64] | None:
+        """Sum of the squares of the lengths of each sample's sequences; None where each is one sequence."""
+        if all(len(parts) == 1 for parts in self.sequences):
+            return None
+        return np.array([sum([part * part for part in parts]) for parts in self.sequences], np.float64)
 
     @property
     def first(self) -> int:
@@ -120,12 +133,12 @@ def take_stock(
         raise UsageError(f"{len(samples)} samples, but {len(lengths)} lengths; give one for each")
     rows = []
     for number, sample in enumerate(tensors):
-        parts = _sequence_lengths(sample, number)
-        length = _length_of(parts, sample, number) if lengths is None else int(lengths[number])
+        has_tokens = "input_ids" in sample or any(map(_SEQUENCE.fullmatch, sample))
+        targets = num_targets_of(nested(sample), number) if has_tokens else _UNKNOWN
+        length = _length_of(sample, number, has_tokens) if lengths is None else int(lengths[number])
         if length < 1:
             raise UsageError(f"sample {number} has length {length}, but must have at least 1")
-        targets = num_targets_of(nested(sample), number) if parts else _UNKNOWN
-        rows.append([length, targets, max(parts, default=length), *numels(sample, schema or ())])
+        rows.append([length, targets, *numels(sample, schema or ())])
     header = {
         "fields": None if schema is None else [[field.name, field.dtype, field.ndim] for field in schema],
         "plan": None if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest(),
@@ -136,20 +149,20 @@ def take_stock(
     return tensors, _add_up(told, rank)
 
 
-def _sequence_lengths(sample: TensorSample, number: int) -> list[int]:
-    """Tokens of each sequence of a sample; none where it has no tokens."""
-    if "input_ids" not in sample and "sequences/0/input_ids" not in sample:
-        return []
-    return [len(sequence["input_ids"]) for _, sequence in sequences_of(nested(sample), f"sample {number}")]
-
-
-def _length_of(parts: list[int], sample: TensorSample, number: int) -> int:
-    if not parts:
+def _length_of(sample: TensorSample, number: int, has_tokens: bool) -> int:
+    if not has_tokens:
         raise UsageError(
             f"sample {number} has no input_ids, whose number is its length; it has {', '.join(sample)}. Give "
             "lengths=..., one for each sample"
         )
-    return sum(parts)
+    return sum(len(sequence["input_ids"]) for _, sequence in sequences_of(nested(sample), f"sample {number}"))
+
+
+def _token_columns(schema: Schema) -> list[int]:
+    """Which fields are the tokens of a sample's sequences, in any order."""
+    names = [field.name for field in schema]
+    of_several = [column for column, name in enumerate(names) if _SEQUENCE.fullmatch(name)]
+    return of_several or [column for column, name in enumerate(names) if name == "input_ids"]
 
 
 @dataclass(frozen=True)
@@ -187,10 +200,14 @@ def _add_up(told: Sequence[_Told], rank: int) -> Stock:
             merged = merge(merged, theirs.schema, f"rank {first}", f"rank {number}")
     schema = merged or ()
     rows = [row for theirs in told for row in theirs.table]
+    columns = _token_columns(schema)
+    parts = [tuple([row[_COLUMNS + column] for column in columns]) for row in rows]
+    sequences = [own if sum(own) == row[0] else (row[0],) for own, row in zip(parts, rows, strict=True)]
     return Stock(
         schema=schema,
         lengths=tuple([row[0] for row in rows]),
-        longest=max([row[2] for row in rows], default=0),
+        sequences=tuple(sequences),
+        longest=max(itertools.chain.from_iterable(parts if columns else sequences), default=0),
         num_targets=None if any(row[1] == _UNKNOWN for row in rows) else tuple([row[1] for row in rows]),
         nbytes=tuple([nbytes(schema, row[_COLUMNS:]) for row in rows]),
         homes=tuple([number for number, theirs in enumerate(told) for _ in theirs.table]),
