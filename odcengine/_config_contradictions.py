@@ -33,6 +33,10 @@ def _backend_contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], s
             config.model.reference is not None,
             "not with odc.backend: deepspeed; expected null",
         ),
+        "model.lora.reference": (
+            config.model.lora is not None and config.model.lora.reference,
+            "not with odc.backend: deepspeed; expected false",
+        ),
         "checkpoint.dir": (
             config.checkpoint.dir is not None,
             "checkpoints are DeepSpeed's: call engine.save_checkpoint(dir) in the script, and remove it",
@@ -129,12 +133,28 @@ def contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             "is for random weights, but model.path names a model; keep one of the two",
         )
     lora = config.model.lora
-    if lora is not None and lora.path is not None and lora.model_fields_set != {"path"}:
-        others = sorted(lora.model_fields_set - {"path"})
-        yield (
-            ("model.lora.path", *(f"model.lora.{key}" for key in others)),
-            f"the adapter's own settings count; remove {', '.join(others)}",
-        )
+    if lora is not None and lora.path is not None:
+        # What has its default was perhaps not set: a configuration that was written out has all keys.
+        defaults = {key: field.default for key, field in type(lora).model_fields.items()}
+        others = sorted(key for key, default in defaults.items() if getattr(lora, key) != default)
+        others = [key for key in others if key not in ("path", "reference")]
+        if others:
+            yield (
+                ("model.lora.path", *(f"model.lora.{key}" for key in others)),
+                f"the adapter's own settings count; remove {', '.join(others)}",
+            )
+    if lora is not None and lora.reference:
+        if config.model.reference is not None:
+            yield (
+                ("model.lora.reference", "model.reference"),
+                "makes the model without its adapters the reference, but model.reference names another; keep "
+                "one of the two",
+            )
+        if lora.bias != "none":
+            yield (
+                ("model.lora.reference", "model.lora.bias"),
+                f"needs bias: none, for biases ({lora.bias}) stay trained when the adapters are switched off",
+            )
     limit = balance.max_tokens_per_micro_batch
     if config.data.max_length > limit:
         yield (

@@ -160,7 +160,12 @@ class Lora(Section):
         default=None,
         min_length=1,
         description="Directory of an adapter to go on from, as peft saves it. Its settings count then: no "
-        "other key of this section may be given.",
+        "other key of this section may be given but reference.",
+    )
+    reference: bool = Field(
+        default=False,
+        description="engine.reference is the model with its adapters switched off, without a second copy of "
+        "the weights (docs/dpo.md).",
     )
 
 

@@ -23,6 +23,7 @@ from odcengine.engine import OdcEngine
 from odcengine.errors import ConfigError
 from odcengine.metrics import FlopsOf
 from odcengine.models import (
+    WithoutAdapters,
     check_isolation,
     check_lengths,
     enable_checkpointing,
@@ -101,7 +102,8 @@ def initialize(
         length_fn: length of a sample in tokens, for the load balancer.
         reference: a frozen model that is only evaluated, sharded over the same ranks by the same means:
             ``engine.reference``. A model like ``model``, or what the keys ``model.path`` and ``model.config``
-            take; by default what the key ``model.reference`` names.
+            take; by default what the key ``model.reference`` names. Or ``WithoutAdapters(model)`` of
+            ``odcengine.models``, as ``model.lora.reference`` has it: the model without its adapters of peft.
 
     Returns:
         ``(engine, optimizer, loader, scheduler)``; the last two are None where there is none.
@@ -125,6 +127,12 @@ def initialize(
                 f"{settings.model.reference}; leave reference=... away, or remove the key"
             )
         reference = settings.model.reference
+    adapters_off = settings.model.lora is not None and settings.model.lora.reference
+    if adapters_off and reference is not None:
+        raise ConfigError(
+            "reference: odcengine.initialize was given one, and model.lora.reference says that it is the "
+            "model without its adapters; leave reference=... away, or set the key to false"
+        )
     if settings.odc.backend == "deepspeed":
         if reference is not None:
             raise ConfigError("reference: not with odc.backend: deepspeed; expected fsdp2")
@@ -158,7 +166,12 @@ def initialize(
             blocks = block_modules(model, settings.odc.wrap)
             groups = group_modules(model, settings.odc.wrap, settings.odc.experts)
             check_model(model, groups, job.device.type, stored=stored is not None)
-            frozen = None if reference is None else Reference.open(reference, settings, model)
+            if adapters_off:
+                reference = WithoutAdapters(model)
+            view = _view_of(reference, model)
+            frozen = None
+            if reference is not None and view is None:
+                frozen = Reference.open(reference, settings, model)
             if frozen is not None:
                 frozen_blocks = block_modules(frozen.model, settings.odc.wrap)
                 check_model(
@@ -209,7 +222,7 @@ def initialize(
                 loader=loader,
                 loss_fn=loss_fn,
                 make_held_out=make_held_out,
-                reference=None if frozen is None else frozen.model,
+                reference=view if frozen is None else frozen.model,
                 steps_of_schedule=_steps_of_schedule(settings, lr_scheduler, loader),
             )
             if frozen is not None and packs:
@@ -233,6 +246,18 @@ def initialize(
         control.close()  # the others have been told; a notebook may try again
         raise
     return engine, made, loader, scheduler
+
+
+def _view_of(reference: ReferenceSource | None, model: nn.Module) -> WithoutAdapters | None:
+    """The reference where it is the model that is trained, without its adapters; None for any other."""
+    if not isinstance(reference, WithoutAdapters):
+        return None
+    if reference.adapted is not model:
+        raise ConfigError(
+            "reference: WithoutAdapters(...) of another model than the one that is trained; give "
+            "odcengine.initialize(model=model, reference=WithoutAdapters(model))"
+        )
+    return reference
 
 
 def _initialize_deepspeed(settings: Config, **arguments: Any) -> Any:

@@ -41,7 +41,7 @@ from odcengine.errors import CheckpointError, OdcError, UsageError
 from odcengine.evaluation import Evaluation, EvaluationCalls, MakeLoader
 from odcengine.losses import LossSum
 from odcengine.metrics import StepMetrics
-from odcengine.models import find_vocabulary
+from odcengine.models import WithoutAdapters, find_vocabulary
 from odcengine.monitor import Monitor
 from odcengine.preemption import Preempted, StopRequests
 from odcengine.rollouts.balance import Balanced, Balancer
@@ -62,7 +62,7 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
 
     Attributes:
         module: the sharded model.
-        reference: the sharded reference model, frozen, or None.
+        reference: the sharded reference model, frozen; or the model without its adapters; or None.
         optimizer: its optimizer.
         scheduler: its learning rate scheduler, or None.
         config: the configuration.
@@ -112,7 +112,8 @@ class OdcEngine(CheckpointCalls, RolloutCalls, EvaluationCalls):
         self._balanced: Balanced | None = None
         self._draw_serials = itertools.count(1)  # of whatever ranks draw from; the same on all ranks
         packs = loader is not None and loader.packs
-        self._unprepared = [] if packs else [part for part in (model, reference) if part is not None]
+        parts = [model, None if isinstance(reference, WithoutAdapters) else reference]
+        self._unprepared = [] if packs else [part for part in parts if part is not None]
         self._loader = loader
         self._held_out: MinibatchLoader | None = None
         self._make_held_out = make_held_out

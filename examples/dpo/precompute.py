@@ -3,7 +3,8 @@
     odc-launch --config configs/dpo_cpu.yaml examples/dpo/precompute.py --out demo_out/pairs_known
 
 Training on the result needs no reference model in memory, and no forward of one. The reference is the
-configuration's ``model``, as it is before any training; the ranks share the pairs out by their cost.
+configuration's ``model``, as it is before any training (without its adapters, where ``model.lora.reference``
+says so); the ranks share the pairs out by their cost.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
     rank, world_size = engine.topology.rank, engine.topology.world_size
 
     def logprobs(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        of_tokens = causal_lm_logprobs(engine.module, micro_batch).logprobs
+        of_tokens = causal_lm_logprobs(engine.reference or engine.module, micro_batch).logprobs
         return {"ref_logprobs": micro_batch.sum_per_sequence(of_tokens)}
 
     with engine:

@@ -4,7 +4,8 @@
 
 The configuration names the model (``model.path``), the pairs that ``odc prepare`` made of ``prompt``,
 ``chosen`` and ``rejected`` (``data.path``, or ``--data``), and the reference model (``model.reference``),
-which is sharded over the ranks like the model. If the pairs know its log-probabilities already
+which is sharded over the ranks like the model. Where adapters are trained (``configs/dpo_lora_cpu.yaml``),
+``model.lora.reference`` makes it the model without them. If the pairs know its log-probabilities already
 (``precompute.py``), and ``data.fields`` names them, no reference is loaded. Both answers of a pair are in one
 micro-batch, and ``train_batch_size`` counts pairs. The share of pairs that the model gets right, and its
 rewards, are written by the monitor under ``dpo/``, those of held-out pairs (``data.eval_path``) under the
@@ -56,8 +57,9 @@ def main() -> None:
         raise ConfigError("no data: give --data DIRECTORY, or data.path in the configuration")
     if engine.reference is None and "ref_logprobs" not in engine.config.data.fields:
         raise ConfigError(
-            "no reference: give model.reference in the configuration (usually the same as model.path), or "
-            "pairs with log-probabilities and data: {fields: [ref_logprobs]}"
+            "no reference: give model.reference in the configuration (usually the same as model.path), with "
+            "adapters model: {lora: {reference: true}}, or pairs with log-probabilities and data: {fields: "
+            "[ref_logprobs]}"
         )
 
     evaluates = held_out is not None or engine.config.data.eval_path is not None

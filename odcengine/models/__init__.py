@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from odcengine.models.adapter import WithoutAdapters
 from odcengine.models.flops import model_flops
 from odcengine.models.head import prepare_loss
 from odcengine.models.limits import check_lengths
@@ -24,6 +25,7 @@ from odcengine.models.packed import (
 
 __all__ = [
     "PACKED_ATTENTION",
+    "WithoutAdapters",
     "check_isolation",
     "check_lengths",
     "check_tokenizer",

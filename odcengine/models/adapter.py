@@ -6,10 +6,11 @@ matrices are real and random from a seed, and each rank reads its part of all el
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from odcengine.errors import ConfigError
+from odcengine.models._probe import evaluating
 from odcengine.models.stored import StoredModel, state_of
 
 if TYPE_CHECKING:
@@ -236,6 +238,92 @@ def _begin(model: nn.Module) -> None:
                         )
         for adapter in layer.r:
             layer.reset_lora_parameters(adapter, True)  # type: ignore[no-untyped-call]
+
+
+class WithoutAdapters(nn.Module):
+    """A model as it is without its adapters: a reference model that has no weights of its own.
+
+    A forward switches peft's adapters off and the model to evaluation mode, computes without gradients, and
+    leaves both as they were; so it may come at any time but within a forward or backward of the model.
+    Parameters are fetched as in any forward. What it is asked for beside that (its configuration, its head)
+    is the model's.
+
+    Args:
+        model: with adapters of peft on it, not sharded yet.
+
+    Raises:
+        ConfigError: there are none, or something is trained that stays when they are off.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if not is_adapted(model):
+            raise ConfigError(
+                f"reference: {type(model).__name__} has no adapter of peft that could be switched off; name "
+                "a reference model in model.reference, or train adapters (model.lora)"
+            )
+        kept = _trained_beside_adapters(model)
+        if kept:
+            raise ConfigError(
+                f"reference: {kept[0]} (of {len(kept)} such parameters) is trained and stays when the "
+                "adapters are switched off, so that would not be the model before training; set "
+                "model.lora.bias: none or freeze it, or name a reference model in model.reference"
+            )
+        self.adapted = model
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), evaluating(self.adapted), _switched_off(self.adapted):
+            return self.adapted(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> WithoutAdapters:
+        """Nothing: it is in evaluation mode while it computes, and the mode of the model is not its own."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "adapted":
+                raise
+            return getattr(self.adapted, name)
+
+
+def _trained_beside_adapters(model: nn.Module) -> list[str]:
+    """Names of trained parameters that do not belong to an adapter."""
+    owned: list[str] = []
+    for name, module in model.named_modules():
+        parts = list(getattr(module, "adapter_layer_names", ()))
+        if isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):
+            parts.append("modules_to_save")
+        owned += [f"{name}.{part}." for part in parts]
+    return [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and not name.startswith(tuple(owned))
+    ]
+
+
+@contextlib.contextmanager
+def _switched_off(model: Any) -> Iterator[None]:
+    """Adapters off. peft freezes them, too, and thaws them all at the end; here they stay what they were.
+
+    Shards and windows are laid out for what was trained at the start. Parameters are taken by name, for FSDP2
+    may have others in their places at the end.
+    """
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+    def restore() -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad != trained[name]:
+                parameter.requires_grad_(trained[name])
+
+    try:
+        with model.disable_adapter():
+            restore()
+            yield
+    finally:
+        restore()
 
 
 def _import_peft() -> Any:

@@ -20,7 +20,7 @@ from odcengine.data.lengths import is_token_sample
 from odcengine.data.vocabulary import check_sample
 from odcengine.device import Device
 from odcengine.errors import UsageError
-from odcengine.models import check_lengths, find_vocabulary, is_transformers_model
+from odcengine.models import WithoutAdapters, check_lengths, find_vocabulary, is_transformers_model
 from odcengine.rollouts.balance import Balanced, Balancer, Collate
 from odcengine.rollouts.generating import generating
 from odcengine.rollouts.reference import copy_weights, prepare_for_packing
@@ -237,11 +237,16 @@ class RolloutCalls(abc.ABC):
         the reference that it gave to ``initialize``.
 
         Raises:
-            UsageError: there is no reference, or it has another architecture.
+            UsageError: there is no reference, it has another architecture, or it is the model itself.
         """
         self._require_between("update_reference")
         if self.reference is None:
             raise UsageError("update_reference: give reference=... to odcengine.initialize")
+        if isinstance(self.reference, WithoutAdapters):
+            raise UsageError(
+                "update_reference: the reference is the model without its adapters, which nothing changes; "
+                "give a reference model of its own (model.reference) to update it"
+            )
         with self._control.phase(Phase.PUBLISH):
             barrier = self._control.barrier if self.transport is None else self.transport.barrier
             barrier(Meeting.REFERENCE, self.global_steps)

@@ -61,7 +61,8 @@ class Reference:
             own = {id(parameter) for parameter in model.parameters()}
             if any(id(parameter) in own for parameter in source.parameters()):
                 raise ConfigError(
-                    "reference: it shares parameters with the trained model; give copy.deepcopy(model)"
+                    "reference: it shares parameters with the trained model; give copy.deepcopy(model), or "
+                    "for a model with adapters of peft odcengine.models.WithoutAdapters(model)"
                 )
             found = cls(source if dtype is None else source.to(dtype), None)
         else:

@@ -22,8 +22,8 @@ from odcengine.models import model_flops
 MAX_TOKENS, STEPS = 26, 2
 STRATEGIES = ("lb_mini", "dynamic", "lb_micro")
 LOSS = DpoLoss(beta=0.3)
-# Of each pair the tokens of the prompt, of the chosen and of the rejected answer. The first four have 16 tokens
-# each, in sequences of other lengths.
+# Of each pair the tokens of the prompt and of both answers, the chosen one first. The first four have 16 in
+# all, in sequences of other lengths.
 LENGTHS = ((1, 1, 13), (4, 4, 4), (2, 10, 2), (1, 7, 7), (3, 3, 7), (1, 2, 2), (2, 1, 4))
 # Costs that squares decide, so that a plan which took a pair for one sequence would be another one.
 COST = CostModel(linear=0.01, quadratic=1.0)

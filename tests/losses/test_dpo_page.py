@@ -25,16 +25,17 @@ MODULES = {"odc": ["-m", "odc_tools"], "odc-launch": ["-m", "odc_launcher"], "py
 
 
 def test_configuration_is_that_of_the_file() -> None:
-    shown = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])
-    written = load_config(ROOT / "configs" / "dpo_cpu.yaml").resolved()
-    for section, keys in shown.items():
-        assert {key: written[section][key] for key in keys} == keys
-    assert [words[0].removeprefix(".venv/bin/") for words in COMMANDS] == [
-        "python",
-        "odc",
-        "odc-launch",
-        "odc-launch",
-    ]
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    for block, name in zip(blocks, ("dpo_cpu.yaml", "dpo_lora_cpu.yaml"), strict=True):
+        shown, written = yaml.safe_load(block), load_config(ROOT / "configs" / name).resolved()
+        for section, keys in shown.items():
+            for key, value in keys.items():
+                found = written[section][key]
+                if isinstance(value, dict):
+                    found = {inner: found[inner] for inner in value}
+                assert found == value, (name, section, key)
+    programs = ["python", "odc", "odc-launch", "odc", "odc-launch", "odc-launch", "odc"]
+    assert [words[0].removeprefix(".venv/bin/") for words in COMMANDS] == programs
 
 
 @pytest.mark.soak
@@ -73,6 +74,12 @@ def test_commands(tmp_path: Path) -> None:
     margins = [line["dpo/margin"] for line in lines_of if "dpo/margin" in line]
     assert len(margins) == 20
     assert margins[-1] > margins[0] + 0.01
+    lines_of = [json.loads(line) for line in (folder / "dpo_lora" / "metrics.jsonl").open()]
+    margins = [line["dpo/margin"] for line in lines_of if "dpo/margin" in line]
+    assert margins[0] == pytest.approx(0, abs=1e-5)
+    assert margins[-1] > 0.01
+    assert (folder / "dpo_exported" / "model.safetensors").is_file()
+    assert (folder / "dpo_adapter" / "adapter_model.safetensors").is_file()
     pairs, known = TokenDataset.open(folder / "pairs"), TokenDataset.open(folder / "pairs_known")
     assert len(pairs) == len(known)
     assert "ref_logprobs" in known[0]["sequences"][0]

@@ -138,6 +138,9 @@ def _run(rank: int, world_size: int, folder: Path) -> list[Any]:
     _example("precompute", "--out", "short_known")
     os.environ["ODC_CONFIG"] = "known.json"
     _example("train", "--data", "toy_known", "--steps", "1")
+    os.environ["ODC_CONFIG"] = "lora.json"
+    _example("train")
+    _example("precompute", "--out", "lora_known")
     return found
 
 
@@ -172,6 +175,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "odc": {"timeout_s": 60, "startup_timeout_s": 90},
     }
     (folder / "dpo.json").write_text(json.dumps(config))
+    # In a random model of this size low ranks alone learn next to nothing.
+    saved = ["lm_head", "embed_tokens"]
+    faster = {"type": "AdamW", "params": {"lr": 3e-2}}
+    lora = {"path": "model", "lora": {"r": 4, "modules_to_save": saved, "reference": True}}
+    (folder / "lora.json").write_text(
+        json.dumps(config | {"model": lora, "monitor": {"jsonl": "lora.jsonl"}, "optimizer": faster})
+    )
     config |= {"model": {"path": "model"}, "data": {"fields": ["ref_logprobs"]}}
     config |= {"monitor": {"jsonl": "known.jsonl"}}
     (folder / "known.json").write_text(json.dumps(config))
@@ -212,8 +222,9 @@ def test_pairs_that_training_skips_are_left_out(ranks: list[list[Any]], folder: 
     assert kept.tolist() == [length for length in lengths.tolist() if length <= 11]
 
 
-def test_the_example_learns(ranks: list[list[Any]], folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "dpo.jsonl").open()]
+@pytest.mark.parametrize("written", ["dpo.jsonl", "lora.jsonl"])
+def test_the_example_learns(written: str, ranks: list[list[Any]], folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / written).open()]
     told = [line for line in lines if "dpo/margin" in line]
     assert [line["step"] for line in told] == list(range(12))
     assert told[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)  # the model is the reference
@@ -237,9 +248,13 @@ def test_the_example_learns(ranks: list[list[Any]], folder: Path) -> None:
 
 def test_a_reference_computed_before(ranks: list[list[Any]], folder: Path) -> None:
     """The reference is the model before its first step, so nothing is gained over it there."""
-    pairs, known = (TokenDataset.open(folder / name) for name in ("toy", "toy_known"))
+    pairs, known, without = (TokenDataset.open(folder / name) for name in ("toy", "toy_known", "lora_known"))
     assert known.lengths.tolist() == pairs.lengths.tolist()
     assert all(len(pair["sequences"]) == 2 for pair in known)  # type: ignore[attr-defined]
+    for number in range(3):  # by the model whose adapters are off: the same
+        both = zip(known[number]["sequences"], without[number]["sequences"], strict=True)
+        for sequence, other in both:
+            assert other["ref_logprobs"] == pytest.approx(sequence["ref_logprobs"], abs=1e-4)
     lines = [json.loads(line) for line in (folder / "known.jsonl").open()]
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert [path.name for path in folder.glob("*.npy")] == []
