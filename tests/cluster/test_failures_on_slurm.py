@@ -174,7 +174,7 @@ def test_lost_node_leaves_a_run_on_the_other(cluster: Cluster, tmp_path: Path) -
         *cluster.launch(*words),
     )
     try:
-        wait_until(lambda: len(list(tmp_path.glob("slow?"))) == 2, "both ranks are in step 21", 120)
+        wait_until(lambda: len(list(tmp_path.glob("slow?"))) == 2, "both ranks are in step 21", 300)
         words = ["scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test"]
         assert cluster.run(tmp_path, *words)[0] == 0
         lost = int((tmp_path / "slow1").read_text())
