@@ -94,13 +94,10 @@ class Ahead:
         def read(sample_ids: tuple[int, ...]) -> Any:
             number = next(numbers)
             for ahead in planned[number + len(begun) : number + self.prefetch + 1]:
-                what = f"samples {list(ahead)}"
-                begun.append(self._reader.submit(what, functools.partial(load, minibatch, ahead)))
+                begun.append(self._begin(load, minibatch, ahead))
             if current:
                 self._read_next(self.prefetch + number + 1 - len(planned), load)
-            reading = begun.popleft()
-            closed = reading.future.cancelled()
-            return load(minibatch, sample_ids) if closed else self._reader.wait(reading)
+            return self._result(begun.popleft(), load, minibatch, sample_ids)
 
         try:
             yield read
@@ -122,11 +119,6 @@ class Ahead:
             if not expected or expected[0][0] >= 0:
                 _cancel(begun)  # it was read for a rank that begins
 
-        def begin(sample_ids: tuple[int, ...]) -> Reading:
-            return self._reader.submit(
-                f"samples {list(sample_ids)}", functools.partial(load, minibatch, sample_ids)
-            )
-
         def read(sample_ids: tuple[int, ...]) -> Any:
             if not self.prefetch:  # closed
                 return load(minibatch, sample_ids)
@@ -137,18 +129,27 @@ class Ahead:
                 begun.clear()  # gone, or not begun yet: what is needed now comes first
             while expected and expected[0][0] <= number:
                 expected.popleft()
-            reading = reading or begin(sample_ids)
+            reading = reading or self._begin(load, minibatch, sample_ids)
             if expected and not begun:
-                begun.append(begin(expected[0][1]))
+                begun.append(self._begin(load, minibatch, expected[0][1]))
             if current and not expected:
                 self._read_next(1, load)
-            closed = reading.future.cancelled()
-            return load(minibatch, sample_ids) if closed else self._reader.wait(reading)
+            return self._result(reading, load, minibatch, sample_ids)
 
         try:
             yield read
         finally:
             _cancel(begun)
+
+    def _begin(self, load: Load, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Reading:
+        return self._reader.submit(
+            f"samples {list(sample_ids)}", functools.partial(load, minibatch, sample_ids)
+        )
+
+    def _result(self, reading: Reading, load: Load, minibatch: Minibatch, sample_ids: tuple[int, ...]) -> Any:
+        """What was read; read here where the thread was ended before it came to it."""
+        closed = reading.future.cancelled()
+        return load(minibatch, sample_ids) if closed else self._reader.wait(reading)
 
     def _read_next(self, count: int, load: Load) -> None:
         """Have the first ``count`` micro-batches read of the minibatch that is being planned."""
